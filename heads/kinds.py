@@ -1,0 +1,23 @@
+"""The head kinds, one line each, and how a head directory becomes a head again."""
+
+from pathlib import Path
+
+from ..errors import UserError
+from .base import DraftHead, read_config, read_weights
+from .eagle3 import Eagle3Head
+from .medusa import MedusaHead
+
+KINDS: dict[str, type[DraftHead]] = {
+    "eagle3": Eagle3Head,
+    "medusa": MedusaHead,
+}
+
+
+def load_head(directory: str | Path) -> DraftHead:
+    """The head that ``directory`` (config.json, model.safetensors) holds, in evaluation mode."""
+    config = read_config(directory)
+    if config.kind not in KINDS:
+        raise UserError(f"{directory} holds a head of kind {config.kind!r}, and this draftsmith knows {', '.join(KINDS)}.")
+    head = KINDS[config.kind](config)
+    read_weights(head, directory)
+    return head.eval()

@@ -1,0 +1,167 @@
+"""A whole run as one typed document."""
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+
+from ..errors import UserError
+from ..heads.kinds import KINDS
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", validate_default=True)
+
+
+class TargetSection(Section):
+    name: str = Field(description="a model directory, a hub id or a .gguf file")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str | None = Field(default=None, description="null: each process's own device; auto: spread over all devices")
+
+
+class DataSection(Section):
+    train: str = Field(description="JSONL of conversations; relative to the recipe's folder or the working directory")
+    held_out: str
+    max_length: int = Field(default=2048, ge=8, description="tokens; longer conversations are cut")
+    remember_features: bool = Field(default=False, description="keep hidden states in memory after the first epoch")
+
+
+class HeadSection(Section):
+    kind: str
+    taps: list[int] | None = Field(default=None, description="null: the kind's default")
+    depths: int = Field(default=3, ge=1, description="depths trained: steps of training-time test, or Medusa heads")
+    draft_vocab: int | None = Field(default=None, ge=1, description="null: the target's whole vocabulary")
+    options: dict[str, Any] = Field(default={}, description="the kind's own options")
+
+    @model_validator(mode="after")
+    def known(self) -> Self:
+        if self.kind not in KINDS:
+            raise ValueError(f"{self.kind!r} is no head kind; the kinds are {', '.join(KINDS)}")
+        self.options = KINDS[self.kind].Options.model_validate(self.options).model_dump()
+        return self
+
+
+class ObjectiveSection(Section):
+    loss: Literal["kl", "lk", "ce"] = "lk"
+    depth_decay: float = Field(default=0.8, gt=0, le=1, description="weight of depth i is decay ** i")
+
+
+class TrainSection(Section):
+    epochs: int = Field(default=1, ge=1)
+    max_steps: int | None = Field(default=None, ge=1)
+    batch_size: int = Field(default=16, ge=1, description="conversations per optimizer step, over all processes")
+    micro_batch_size: int = Field(default=4, ge=1, description="conversations per forward on one process")
+    lr: float = Field(default=1e-4, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = Field(default=0.0, ge=0)
+    warmup: float = Field(default=0.05, ge=0, le=1, description="share of the steps")
+    final_lr: float = Field(default=0.1, ge=0, le=1, description="the cosine's end, as a share of lr")
+    clip: float = Field(default=1.0, gt=0, description="gradient norm")
+    precision: Literal["auto", "bf16", "no"] = Field(default="auto", description="auto: bf16 where the device has it")
+    seed: int = 0
+    log_every: int = Field(default=10, ge=1, description="steps")
+    eval_every: int | None = Field(default=None, ge=1, description="steps; null: only before and after training")
+    checkpoint_every: int | None = Field(default=None, ge=1, description="steps; null: none")
+    keep_checkpoints: int = Field(default=2, ge=1)
+    tracker: Literal["none", "wandb", "tensorboard"] = "none"
+
+
+class EvalSection(Section):
+    tree: str = "chain:5"
+    max_new_tokens: int = Field(default=64, ge=2)
+    prompts: int = Field(default=8, ge=0, description="held-out prompts decoded at every evaluation in training; 0: none")
+
+
+class Recipe(Section):
+    target: TargetSection
+    data: DataSection
+    head: HeadSection
+    objective: ObjectiveSection = ObjectiveSection()
+    train: TrainSection = TrainSection()
+    eval: EvalSection = EvalSection()
+    output: str = Field(description="the run directory; must not exist unless the run is resumed or forced")
+    _folder: Path = PrivateAttr(default=Path())
+
+    def data_file(self, name: str) -> Path:
+        """A data file of the recipe: as it stands if it exists, else relative to the recipe's own folder."""
+        path = Path(name)
+        return path if path.exists() or path.is_absolute() else self._folder / path
+
+    def to_yaml(self) -> str:
+        """The resolved recipe, every default filled in."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def load_recipe(file: str | Path, changes: list[str] | None = None) -> Recipe:
+    """Read a recipe (a file, or the name of a shipped one) and apply ``section.key=value`` changes.
+
+    Raises UserError for a missing file, broken YAML, an unknown key (naming the nearest right one) or a wrong value.
+    """
+    path = find(file)
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}.") from error
+    if not isinstance(document, dict):
+        raise UserError(f"{path} is not a recipe: it must be a mapping with target, data, head and output.")
+    for change in changes or []:
+        apply(document, change)
+    try:
+        recipe = Recipe.model_validate(document)
+    except ValidationError as error:
+        raise UserError(f"{path}: {explain(error)}") from error
+    recipe._folder = path.parent
+    return recipe
+
+
+def shipped() -> dict[str, Path]:
+    """The recipes that come with the package, by name."""
+    return {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
+
+
+def find(file: str | Path) -> Path:
+    path = Path(file)
+    if path.is_file():
+        return path
+    if str(file).removesuffix(".yaml").removeprefix("recipes/") in shipped():
+        return shipped()[str(file).removesuffix(".yaml").removeprefix("recipes/")]
+    raise UserError(f"there is no recipe {str(file)!r}: name a YAML file or one of {', '.join(shipped()) or 'none shipped'}.")
+
+
+def apply(document: dict[str, Any], change: str) -> None:
+    """Apply one ``section.key=value``; the value is read as YAML."""
+    key, equals, value = change.partition("=")
+    if not equals or not key:
+        raise UserError(f"--set {change!r} cannot be read: write section.key=value.")
+    *sections, last = key.split(".")
+    for section in sections:
+        document = document.setdefault(section, {})
+        if not isinstance(document, dict):
+            raise UserError(f"--set {change!r}: {section} is a value, not a section.")
+    document[last] = yaml.safe_load(value)
+
+
+def explain(error: ValidationError) -> str:
+    """The first problem as one sentence; an unknown key comes with the nearest right one."""
+    problem = error.errors()[0]
+    where = [str(part) for part in problem["loc"]]
+    if problem["type"] == "extra_forbidden":
+        known = keys_at(where[:-1])
+        near = difflib.get_close_matches(where[-1], known, n=1, cutoff=0.0)
+        return f"unknown key {'.'.join(where)}: the nearest right key is {'.'.join([*where[:-1], *near])}."
+    if problem["type"] == "missing":
+        return f"the key {'.'.join(where)} is missing: add it."
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"{'.'.join(where)}: {message}." if where else f"{message}."
+
+
+def keys_at(where: list[str]) -> list[str]:
+    """The keys of the section at a path; within head.options those of every kind."""
+    model: Any = Recipe
+    for part in where:
+        model = model.model_fields[part].annotation if part in model.model_fields else None
+        if model is None or not (isinstance(model, type) and issubclass(model, BaseModel)):
+            return [key for kind in KINDS.values() for key in kind.Options.model_fields]
+    return list(model.model_fields)

@@ -1,0 +1,265 @@
+"""The frozen target model: load, embed, tap hidden states, apply the output head, verify a tree of drafts."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from .errors import UserError
+from .fetch import local_path
+
+
+@dataclass
+class Features:
+    """What a head reads of the target, for rows that follow one another.
+
+    ``taps`` [..., n_taps * hidden]: residual-stream states after the tapped layers, low to high, before any final norm.
+    ``last`` [..., hidden]: the last hidden state, after the final norm: what the output head reads.
+    """
+
+    taps: Tensor
+    last: Tensor
+
+    def rows(self, index: Any) -> "Features":
+        return Features(self.taps[index], self.last[index])
+
+
+class Target:
+    """Any Hugging Face causal LM, frozen. Its parts are found through the library's own interface, never by name.
+
+    A tap ``k`` is the hidden state after ``k`` decoder layers: transformers' ``hidden_states[k]``, vLLM's
+    ``eagle_aux_hidden_state_layer_ids``. Tap 0 is the embedding output; tap ``depth`` is read before the final norm.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> None:
+        self.model: Any = model.eval().requires_grad_(False)
+        self.tokenizer: Any = tokenizer
+        self.name = name
+        self.config: Any = model.config.get_text_config()
+        self.decoder: Any = model.base_model
+        self.depth: int = self.config.num_hidden_layers
+        self.hidden_size: int = self.config.hidden_size
+        self.vocab_size: int = self.config.vocab_size
+        self.max_positions: int = getattr(self.config, "max_position_embeddings", None) or 2**31
+        self.embed: nn.Module = model.get_input_embeddings()
+        self.output_head: nn.Module = model.get_output_embeddings()
+        self.device: torch.device = next(self.embed.parameters()).device
+        self.dtype: torch.dtype = model.dtype
+        self.layers = self._find_layers()
+        self.final_norm = self._find_final_norm()
+        self.eos_ids = self._find_eos_ids()
+
+    @classmethod
+    def load(cls, name: str, dtype: str = "auto", device: str | dict | None = None) -> Self:
+        """Load a model directory, a hub id or a ``.gguf`` file with its tokenizer.
+
+        ``dtype``: "auto", "float32", "bfloat16" or "float16". ``device``: a device ("cpu", "cuda:0") or a transformers
+        device map ("auto", or a dict of modules). Raises UserError when nothing can be loaded from ``name``.
+        """
+        path = local_path(name)
+        where: dict[str, Any] = {}
+        if path.endswith(".gguf"):
+            where = {"gguf_file": Path(path).name}
+            path = str(Path(path).parent)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path, **where)
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map=device, **where)
+        except (OSError, ValueError, KeyError) as error:
+            first_line = str(error).strip().splitlines()[0]
+            raise UserError(
+                f"target {name!r} cannot be loaded ({first_line}): give a model directory, a hub id or a .gguf file."
+            ) from error
+        if where:
+            forget_quantization(model)
+        return cls(model, tokenizer, name)
+
+    # -- what the target is ------------------------------------------------------------------------------------
+
+    def _find_layers(self) -> nn.ModuleList:
+        for module in self.decoder.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == self.depth:
+                return module
+        raise UserError(f"target {self.name!r} has no list of {self.depth} decoder layers: draftsmith cannot tap it.")
+
+    @torch.no_grad()
+    def _find_final_norm(self) -> nn.Module | None:
+        """The module outside the layers whose output is the last hidden state; None where the model has no such norm."""
+        inside = {id(m) for m in self.layers.modules()} | {id(m) for m in self.embed.modules()} | {id(self.decoder)}
+        outputs: list[tuple[nn.Module, int]] = []
+
+        def remember(module: nn.Module, _: Any, output: Any) -> None:
+            if isinstance(output, Tensor):
+                outputs.append((module, output.data_ptr()))
+
+        hooks = [m.register_forward_hook(remember) for m in self.decoder.modules() if id(m) not in inside]
+        last = self.decoder(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.device), use_cache=False)[0]
+        for hook in hooks:
+            hook.remove()
+        return next((module for module, pointer in reversed(outputs) if pointer == last.data_ptr()), None)
+
+    def _find_eos_ids(self) -> frozenset[int]:
+        """The ids that end a text: as transformers' generate takes them, from the first of the places that names any."""
+        for place in (self.model.generation_config, self.config, self.tokenizer):
+            ids = getattr(place, "eos_token_id", None)
+            if ids is not None:
+                return frozenset([ids] if isinstance(ids, int) else ids)
+        return frozenset()
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of the architecture, the tokenizer and the chat template: what a head must agree with."""
+        ignored = {"_name_or_path", "dtype", "torch_dtype", "transformers_version", "quantization_config", "architectures"}
+        config = {k: v for k, v in self.config.to_dict().items() if k not in ignored}
+        digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+        if self.tokenizer is not None:
+            digest.update(json.dumps(sorted(self.tokenizer.get_vocab().items())).encode())
+            digest.update(str(self.tokenizer.chat_template).encode())
+        return digest.hexdigest()[:16]
+
+    def tokenizer_or_refuse(self) -> Any:
+        """The tokenizer; UserError where it is missing or has no chat template."""
+        if self.tokenizer is None or not self.tokenizer.chat_template:
+            raise UserError(f"the tokenizer of {self.name!r} has no chat template: set tokenizer.chat_template and save it.")
+        return self.tokenizer
+
+    def check_taps(self, taps: Sequence[int]) -> None:
+        """Raise UserError unless the taps are distinct, sorted and within 0..depth."""
+        for tap in taps:
+            if not 0 <= tap <= self.depth:
+                raise UserError(
+                    f"tap {tap} is outside the target: {self.name!r} has {self.depth} layers, so taps go from 0 to {self.depth}."
+                )
+        if list(taps) != sorted(set(taps)):
+            raise UserError(f"taps {list(taps)} must be distinct and rising: write {sorted(set(taps))}.")
+
+    # -- what the target computes ------------------------------------------------------------------------------
+
+    @contextmanager
+    def _watch(self, taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+        """Collect the inputs of the tapped layers, and under -1 the last hidden state, of forwards run inside."""
+        seen: dict[int, Tensor] = {}
+
+        def watch_input(key: int) -> Any:
+            def hook(_: nn.Module, args: tuple, kwargs: dict) -> None:
+                seen[key] = args[0] if args else kwargs["hidden_states"]
+
+            return hook
+
+        def watch_output(_: nn.Module, __: tuple, output: Any) -> None:
+            seen[-1] = output[0]
+
+        hooks = [self.decoder.register_forward_hook(watch_output)]
+        for tap in taps:
+            module = self.layers[tap] if tap < self.depth else self.final_norm
+            if module is not None:
+                hooks.append(module.register_forward_pre_hook(watch_input(tap), with_kwargs=True))
+        try:
+            yield seen
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _features(self, seen: dict[int, Tensor], taps: Sequence[int]) -> Features:
+        last = seen[-1].to(self.device)
+        tapped = [seen.get(tap, last).to(self.device) for tap in taps]
+        return Features(torch.cat(tapped, dim=-1) if tapped else last[..., :0], last)
+
+    @torch.no_grad()
+    def features(self, ids: Tensor, taps: Sequence[int]) -> Features:
+        """Run right-padded ids [batch, time] through the decoder; the output head is not run.
+
+        Returns taps [batch, time, n_taps * hidden] and last [batch, time, hidden]. Rows beyond a sequence's own length
+        are garbage: with causal attention and padding on the right they never reach a real row.
+        """
+        with self._watch(taps) as seen:
+            self.decoder(input_ids=ids.to(self.device), use_cache=False)
+        return self._features(seen, taps)
+
+    def logits(self, last: Tensor) -> Tensor:
+        """Logits [..., V] of last hidden states [..., hidden], by the model's own code: scales and soft caps included.
+        Gradients flow to ``last``.
+
+        The causal LM's forward is run with its decoder answering ``last``, so nothing of the head is written twice.
+        """
+        rows = last.reshape(1, -1, last.shape[-1]).to(self.dtype)
+        answered = BaseModelOutputWithPast(last_hidden_state=rows)  # type: ignore[arg-type]
+        original = self.decoder.__dict__.get("forward")
+        self.decoder.forward = lambda *_, **__: answered
+        try:
+            logits = self.model(input_ids=torch.zeros(rows.shape[:2], dtype=torch.long, device=self.device), use_cache=False).logits
+        finally:
+            if original is None:
+                del self.decoder.forward
+            else:
+                self.decoder.forward = original
+        return logits.reshape(*last.shape[:-1], -1)
+
+    def new_cache(self) -> DynamicCache:
+        """A cache whose layers all keep every row, so that rejected rows can be dropped (sliding windows included)."""
+        return DynamicCache()
+
+    @torch.no_grad()
+    def prefill(self, ids: Tensor, cache: DynamicCache, taps: Sequence[int]) -> tuple[Tensor, Features]:
+        """Read the prompt ids [time] into the cache. Returns the last row's logits [V] and every row's features."""
+        with self._watch(taps) as seen:
+            logits = self.model(input_ids=ids[None], cache=cache, use_cache=True, logits_to_keep=1).logits
+        return logits[0, -1], self._features({k: v[0] for k, v in seen.items()}, taps)
+
+    @torch.no_grad()
+    def verify(
+        self, tokens: Tensor, positions: Tensor, ancestry: Tensor, cache: DynamicCache, taps: Sequence[int]
+    ) -> tuple[Tensor, Features]:
+        """One pass over a token tree [nodes] behind the cached prefix; node 0 is the root.
+
+        ``positions`` [nodes] are absolute, ``ancestry`` [nodes, nodes] is True where the column is the row's ancestor or
+        itself. Adds every node's keys and values to the cache (see ``keep``). Returns logits [nodes, V], features [nodes].
+        """
+        mask = self._attention_mask(ancestry, positions, cache.get_seq_length()) if len(tokens) > 1 else None
+        with self._watch(taps) as seen:
+            logits = self.model(
+                input_ids=tokens[None], position_ids=positions[None], attention_mask=mask, cache=cache, use_cache=True
+            ).logits
+        return logits[0], self._features({k: v[0] for k, v in seen.items()}, taps)
+
+    def _attention_mask(self, ancestry: Tensor, positions: Tensor, past: int) -> Any:
+        """The additive mask [1, 1, nodes, past + nodes]; a dict by layer kind where the model slides some windows."""
+        nodes = len(ancestry)
+        lowest = torch.finfo(self.dtype).min
+        mask = torch.zeros(nodes, past + nodes, dtype=self.dtype, device=self.device)
+        mask[:, past:].masked_fill_(~ancestry, lowest)
+        kinds = set(getattr(self.config, "layer_types", None) or [])
+        if "sliding_attention" not in kinds:
+            return mask[None, None]
+        key_positions = torch.cat([torch.arange(past, device=self.device), positions])
+        far = positions[:, None] - key_positions[None] >= self.config.sliding_window
+        sliding = mask.masked_fill(far, lowest)
+        if len(kinds) == 1:
+            return sliding[None, None]
+        return {"full_attention": mask[None, None], "sliding_attention": sliding[None, None]}
+
+    @staticmethod
+    def keep(cache: DynamicCache, past: int, path: Tensor) -> None:
+        """Keep the rows ``past + path`` of the last verify pass, in that order, and drop its other rows."""
+        moved = path.tolist() != list(range(len(path)))
+        for layer in cache.layers:
+            for name in ("keys", "values"):
+                rows: Tensor = getattr(layer, name)
+                if moved:
+                    rows[..., past : past + len(path), :] = rows[..., past + path.to(rows.device), :]
+                setattr(layer, name, rows[..., : past + len(path), :])
+
+
+def forget_quantization(model: Any) -> None:
+    """Make a model that was read from a GGUF file an ordinary one; its weights are plain floats already."""
+    for owner, name in ((model.config, "quantization_config"), (model, "hf_quantizer"), (model, "quantization_method")):
+        if hasattr(owner, name):
+            delattr(owner, name)
+    model.is_quantized = False

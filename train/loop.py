@@ -1,0 +1,304 @@
+"""The training run, top to bottom: what is loaded, what one step does, when it is measured and saved."""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DataLoaderConfiguration
+from transformers import get_scheduler
+
+from ..console import Progress, note
+from ..data.batches import epoch_plan, share
+from ..data.chat import Encoded, encode_all
+from ..data.conversations import read_conversations
+from ..data.features import FeatureBatch, OnlineFeatures
+from ..data.vocab import DraftVocabulary, choose, count_tokens, special_ids
+from ..errors import UserError
+from ..heads.base import DraftHead, supervised
+from ..heads.kinds import KINDS, load_head
+from ..recipes.schema import Recipe
+from ..target import Target
+from . import checkpoints
+from .metrics import DepthSums
+from .objectives import LOSSES
+from .provenance import write_run
+from .step import depth_sums
+
+Score = Callable[[Target, DraftHead], float]  # a head's τ by the verifier
+
+
+def train(recipe: Recipe, score: Score | None = None, resume: bool = False, force: bool = False) -> dict[str, Any]:
+    """Run a recipe. Returns the last evaluation's metrics and leaves the best head in ``output``/head.
+
+    ``score`` gives a head's τ by the verifier; the best head is the best by it, or by the simulated τ without one. Every
+    process of an ``accelerate launch`` calls this.
+    """
+    accelerator = start(recipe)
+    out = Path(recipe.output)
+    claim(accelerator, out, resume, force)
+    run = prepare(recipe, accelerator, out, resume)
+    write_run(run.accelerator, recipe, run.target, run.dropped, out)
+    progress = checkpoints.resume(accelerator, out / "checkpoints") if resume else {"step": 0, "best": None}
+    best: float | None = progress["best"]
+    every = recipe.train.eval_every or run.steps
+    log = Log(accelerator, out, recipe, append=resume)
+    if not resume:
+        best = evaluate(run, 0, best, score, log)
+    report: dict[str, float] = {}
+    with Progress("training", run.steps, done=progress["step"], show=accelerator.is_main_process) as bar:
+        sums = DepthSums.zeros(recipe.head.depths, accelerator.device)
+        for step in range(progress["step"] + 1, run.steps + 1):
+            sums.add(run.advance(run.global_batch(step - 1)))
+            if step % recipe.train.log_every == 0 or step == run.steps:
+                report = sums.reduced(accelerator).report(run.weights)
+                log.write({"step": step, "lr": run.scheduler.get_last_lr()[0], **report}, "train")
+                sums = DepthSums.zeros(recipe.head.depths, accelerator.device)
+            bar.advance(1, " ".join(f"{k} {v:.3f}" for k, v in report.items()))
+            if step % every == 0 or step == run.steps:
+                best = evaluate(run, step, best, score, log)
+            if recipe.train.checkpoint_every and step % recipe.train.checkpoint_every == 0:
+                checkpoints.save(accelerator, out / "checkpoints", step, {"best": best}, recipe.train.keep_checkpoints)
+    accelerator.end_training()
+    return {"steps": run.steps, "best_tau": best, "head": str(out / "head"), **log.last}
+
+
+def start(recipe: Recipe) -> Accelerator:
+    """The accelerator with the recipe's precision and tracker. wandb stays offline unless a key is set."""
+    precision = recipe.train.precision
+    if precision == "auto":
+        on_gpu = PartialState().device.type == "cuda"
+        has_bf16 = torch.cuda.is_bf16_supported() if on_gpu else torch.cpu._is_avx512_bf16_supported()
+        precision = "bf16" if has_bf16 else "no"
+    tracker = None if recipe.train.tracker == "none" else recipe.train.tracker
+    return Accelerator(
+        mixed_precision=precision,
+        log_with=tracker,
+        project_dir=recipe.output,
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
+    )
+
+
+def claim(accelerator: Accelerator, out: Path, resume: bool, force: bool) -> None:
+    """Make the run directory; refuse one that exists, unless the run goes on in it (resume) or replaces it (force)."""
+    if resume and not out.is_dir():
+        raise UserError(f"{out} does not exist, so there is nothing to resume: start without --resume.")
+    if not resume and out.exists() and not force:
+        raise UserError(f"{out} exists: choose another output, or pass --resume to go on or --force to replace it.")
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        if out.exists() and not resume:
+            shutil.rmtree(out)
+        out.mkdir(parents=True, exist_ok=True)
+    accelerator.wait_for_everyone()
+
+
+@dataclass
+class Run:
+    """Everything one step needs."""
+
+    recipe: Recipe
+    accelerator: Accelerator
+    target: Target
+    head: Any  # wrapped by accelerate
+    optimizer: Any
+    scheduler: Any
+    train: OnlineFeatures
+    held_out: OnlineFeatures
+    vocabulary: DraftVocabulary
+    dropped: dict[str, dict[str, int]]
+    out: Path
+    plans: dict[int, list[list[int]]] = field(default_factory=dict)
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """The weight of every depth's loss [depths]."""
+        depths = torch.arange(self.recipe.head.depths, device=self.accelerator.device, dtype=torch.float32)
+        return self.recipe.objective.depth_decay**depths
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-len(self.train.examples) // self.recipe.train.batch_size)
+
+    @property
+    def steps(self) -> int:
+        return self.recipe.train.max_steps or self.recipe.train.epochs * self.steps_per_epoch
+
+    def global_batch(self, step: int) -> list[int]:
+        """The rows of a global batch, the same on every process and after every restart."""
+        epoch, index = divmod(step, self.steps_per_epoch)
+        if epoch not in self.plans:
+            lengths = [len(example.ids) for example in self.train.examples]
+            self.plans = {epoch: epoch_plan(lengths, self.recipe.train.batch_size, self.recipe.train.seed, epoch)}
+        return self.plans[epoch][index]
+
+    def micro_batches(self, source: OnlineFeatures, rows: list[int]) -> Iterator[FeatureBatch]:
+        """This process's share of a global batch; where its rows have run out, one row without supervision."""
+        settings, state = self.recipe.train, self.accelerator
+        for own in share(rows, state.process_index, state.num_processes, settings.micro_batch_size):
+            batch = source.batch(own or rows[:1])
+            if not own:
+                batch.mask.zero_()
+            yield batch
+
+    def advance(self, rows: list[int]) -> DepthSums:
+        """One optimizer step over one global batch.
+
+        Every depth's loss is divided by its count of supervised rows in the whole global batch, so neither padding, nor
+        the cut into micro-batches and processes, nor the number of depths moves the learning rate.
+        """
+        batches = list(self.micro_batches(self.train, rows))
+        depths = self.recipe.head.depths
+        counts = sum(torch.stack([m.sum() for m in supervised(batch.mask, depths)]) for batch in batches)
+        counts = self.accelerator.reduce(counts, reduction="sum").clamp_min(1)
+        weights = self.weights / self.weights.sum() / counts
+        sums = DepthSums.zeros(depths, self.accelerator.device)
+        for i, batch in enumerate(batches):
+            last = i == len(batches) - 1
+            with self.accelerator.autocast(), nullcontext() if last else self.accelerator.no_sync(self.head):
+                losses, own = self.losses(batch)
+                # DDP and FSDP average gradients over processes; the sum is what is wanted
+                self.accelerator.backward((losses * weights).sum() * self.accelerator.num_processes)
+            sums.add(own)
+        norm = self.accelerator.clip_grad_norm_(self.head.parameters(), self.recipe.train.clip)
+        if not torch.isfinite(torch.as_tensor(norm)):
+            raise RuntimeError(f"the gradient norm is {norm}: rows {rows} give no finite loss")
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return sums
+
+    def losses(self, batch: FeatureBatch) -> tuple[torch.Tensor, DepthSums]:
+        target_ids = self.vocabulary.target_ids.to(self.accelerator.device)
+        return depth_sums(self.head, batch, self.target, target_ids, LOSSES[self.recipe.objective.loss])
+
+    def snapshot(self) -> DraftHead | None:
+        """The head as it stands, whole and unwrapped, on the main process; None on the others. All must call it."""
+        state = self.accelerator.get_state_dict(self.head)
+        if not self.accelerator.is_main_process:
+            return None
+        config = self.accelerator.unwrap_model(self.head).config
+        head = KINDS[config.kind](config)
+        head.load_state_dict(state)
+        return head.to(self.target.device).eval()
+
+
+def prepare(recipe: Recipe, accelerator: Accelerator, out: Path, resume: bool) -> Run:
+    """Load the target and the data, make the head, the optimizer and the schedule."""
+    target = Target.load(recipe.target.name, recipe.target.dtype, recipe.target.device or accelerator.device)
+    target.tokenizer_or_refuse()
+    examples, dropped = read_examples(recipe, recipe.data.train, target)
+    held_out, held_out_dropped = read_examples(recipe, recipe.data.held_out, target)
+    size = recipe.head.draft_vocab or target.vocab_size
+    if resume:  # the vocabulary of a run never changes under it
+        head: DraftHead = load_head(out / "head")
+        head.train()
+        vocabulary = vocabulary_of(head, examples, target)
+    else:
+        counts = count_tokens(examples, target.vocab_size)
+        vocabulary = choose(counts, size, special_ids(target.tokenizer, target.eos_ids))
+        kind = KINDS[recipe.head.kind]
+        options = kind.Options.model_validate(recipe.head.options)
+        torch.manual_seed(recipe.train.seed)
+        head = kind.create(target, options, recipe.head.taps, recipe.head.depths, vocabulary.target_ids)
+    if accelerator.is_main_process:
+        note(f"{len(examples)} conversations, dropped {dropped or 'none'}; held out {len(held_out)}")
+        note(f"draft vocabulary {len(vocabulary.d2t)} of {target.vocab_size}: covers {vocabulary.coverage:.2%} of the supervised tokens")
+    optimizer = torch.optim.AdamW(
+        head.parameters(), lr=recipe.train.lr, betas=recipe.train.betas, weight_decay=recipe.train.weight_decay
+    )
+    wrapped, optimizer = accelerator.prepare(head, optimizer)
+    sources = [OnlineFeatures(target, part, head.config.taps, recipe.data.remember_features) for part in (examples, held_out)]
+    run = Run(recipe, accelerator, target, wrapped, optimizer, None, *sources, vocabulary, {"train": dropped, "held_out": held_out_dropped}, out)
+    # not prepared: accelerate would step it once per process, and our step is already global
+    run.scheduler = get_scheduler(
+        "cosine_with_min_lr",
+        getattr(optimizer, "optimizer", optimizer),
+        num_warmup_steps=max(1, round(recipe.train.warmup * run.steps)),
+        num_training_steps=run.steps,
+        scheduler_specific_kwargs={"min_lr_rate": recipe.train.final_lr},
+    )
+    accelerator.register_for_checkpointing(run.scheduler)
+    return run
+
+
+def read_examples(recipe: Recipe, name: str, target: Target) -> tuple[list[Encoded], dict[str, int]]:
+    return encode_all(read_conversations(recipe.data_file(name)), target.tokenizer, recipe.data.max_length)
+
+
+def vocabulary_of(head: DraftHead, examples: list[Encoded], target: Target) -> DraftVocabulary:
+    """A trained head's own vocabulary, with its coverage of these examples."""
+    ids = head.target_ids.cpu()
+    counts = count_tokens(examples, target.vocab_size)
+    inside = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+    return DraftVocabulary(ids - torch.arange(len(ids)), inside, float(counts[inside].sum()) / max(int(counts.sum()), 1))
+
+
+@torch.no_grad()
+def evaluate(run: Run, step: int, best: float | None, score: Score | None, log: "Log") -> float:
+    """Held-out loss and simulated τ, τ by the verifier; saves the head when it is the best yet. Returns the best τ."""
+    began = time.perf_counter()
+    run.head.eval()
+    sums = DepthSums.zeros(run.recipe.head.depths, run.accelerator.device)
+    rows = list(range(len(run.held_out.examples)))
+    size = run.recipe.train.batch_size
+    for first in range(0, len(rows), size):
+        for batch in run.micro_batches(run.held_out, rows[first : first + size]):
+            with run.accelerator.autocast():
+                sums.add(run.losses(batch)[1])
+    run.head.train()
+    report = sums.reduced(run.accelerator).report(run.weights)
+    head = run.snapshot()
+    if head is not None:
+        if score is not None:
+            report["tau"] = score(run.target, head)
+        current = report.get("tau", report["tau_sim"])
+        if best is None or current > best:
+            best = current
+            save_head(head, run.out / "head")
+    log.write({"step": step, "seconds": time.perf_counter() - began, **report}, "held_out")
+    return best if best is not None else float("-inf")  # only the main process decides
+
+
+def save_head(head: DraftHead, directory: Path) -> None:
+    """Write the head beside and rename it into place."""
+    partial = directory.with_name(".head")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    head.save(partial)
+    shutil.rmtree(directory, ignore_errors=True)
+    partial.rename(directory)
+
+
+class Log:
+    """metrics.jsonl, the tracker and a line on stderr; from the main process only."""
+
+    def __init__(self, accelerator: Accelerator, out: Path, recipe: Recipe, append: bool) -> None:
+        self.accelerator = accelerator
+        self.file = out / "metrics.jsonl"
+        self.last: dict[str, Any] = {}
+        if accelerator.is_main_process and not append:
+            self.file.write_text("")
+        if recipe.train.tracker == "wandb":
+            import wandb
+
+            if not wandb.api.api_key:
+                os.environ.setdefault("WANDB_MODE", "offline")
+        accelerator.init_trackers("draftsmith")
+
+    def write(self, values: dict[str, Any], part: str) -> None:
+        if not self.accelerator.is_main_process:
+            return
+        with open(self.file, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"part": part, **values}) + "\n")
+        self.accelerator.log({f"{part}/{key}": value for key, value in values.items() if key != "step"}, step=values["step"])
+        if part == "held_out":
+            self.last = values
+            note(f"step {values['step']}: held-out " + " ".join(f"{k} {v:.3f}" for k, v in values.items() if k != "step"))

@@ -1,0 +1,46 @@
+"""run.json and recipe.yaml: what a run was made from."""
+
+import hashlib
+import json
+import platform
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from ..recipes.schema import Recipe
+from ..target import Target
+
+PACKAGES = ("torch", "transformers", "datasets", "accelerate", "peft", "safetensors")
+
+
+def write_run(accelerator: Any, recipe: Recipe, target: Target, dropped: dict[str, dict[str, int]], out: Path) -> None:
+    """Write both files into the run directory, from the main process."""
+    if not accelerator.is_main_process:
+        return
+    (out / "recipe.yaml").write_text(recipe.to_yaml())
+    record = {
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+        "git_commit": git_commit(),
+        "target": {"name": target.name, "fingerprint": target.fingerprint, "dtype": str(target.dtype)},
+        "data": {part: digest(recipe.data_file(getattr(recipe.data, part))) for part in ("train", "held_out")},
+        "dropped": dropped,
+        "seed": recipe.train.seed,
+        "device": str(accelerator.device),
+        "processes": accelerator.num_processes,
+        "precision": accelerator.mixed_precision,
+    }
+    (out / "run.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
+def digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+
+
+def git_commit() -> str | None:
+    """The commit of the checkout this package runs from; None for an installed wheel."""
+    here = Path(__file__).resolve().parent.parent
+    if not (here / ".git").exists():
+        return None
+    found = subprocess.run(["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True)
+    return found.stdout.strip() or None
