@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,12 +10,15 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from .errors import UserError
 from .fetch import local_path
+
+UNREADABLE = (OSError, ValueError, KeyError, IndexError, ImportError, struct.error, SafetensorError)
 
 
 @dataclass
@@ -30,6 +34,15 @@ class Features:
 
     def rows(self, index: Any) -> "Features":
         return Features(self.taps[index], self.last[index])
+
+
+class Answer(BaseModelOutputWithPast):
+    """A decoder's output with nothing but the last hidden state: what else a model asks for (router logits, …) is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
 
 
 class Target:
@@ -72,8 +85,8 @@ class Target:
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, **where)
             model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map=device, **where)
-        except (OSError, ValueError, KeyError) as error:
-            first_line = str(error).strip().splitlines()[0]
+        except UNREADABLE as error:
+            first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise UserError(
                 f"target {name!r} cannot be loaded ({first_line}): give a model directory, a hub id or a .gguf file."
             ) from error
@@ -135,7 +148,8 @@ class Target:
         for tap in taps:
             if not 0 <= tap <= self.depth:
                 raise UserError(
-                    f"tap {tap} is outside the target: {self.name!r} has {self.depth} layers, so taps go from 0 to {self.depth}."
+                    f"tap {tap} is outside the target: {self.name!r} has {self.depth} layers, so taps run from 0 to "
+                    f"{self.depth}."
                 )
         if list(taps) != sorted(set(taps)):
             raise UserError(f"taps {list(taps)} must be distinct and rising: write {sorted(set(taps))}.")
@@ -190,11 +204,13 @@ class Target:
         The causal LM's forward is run with its decoder answering ``last``, so nothing of the head is written twice.
         """
         rows = last.reshape(1, -1, last.shape[-1]).to(self.dtype)
-        answered = BaseModelOutputWithPast(last_hidden_state=rows)  # type: ignore[arg-type]
+        answered = Answer(last_hidden_state=rows)  # type: ignore[arg-type]
         original = self.decoder.__dict__.get("forward")
         self.decoder.forward = lambda *_, **__: answered
         try:
-            logits = self.model(input_ids=torch.zeros(rows.shape[:2], dtype=torch.long, device=self.device), use_cache=False).logits
+            logits = self.model(
+                input_ids=torch.zeros(rows.shape[:2], dtype=torch.long, device=self.device), use_cache=False
+            ).logits
         finally:
             if original is None:
                 del self.decoder.forward
@@ -203,7 +219,16 @@ class Target:
         return logits.reshape(*last.shape[:-1], -1)
 
     def new_cache(self) -> DynamicCache:
-        """A cache whose layers all keep every row, so that rejected rows can be dropped (sliding windows included)."""
+        """A cache whose layers all keep every row, so that rejected rows can be dropped (sliding windows included).
+
+        Raises UserError for layers that keep another state than keys and values: it cannot be rolled back.
+        """
+        odd = self._attention_kinds() - {"full_attention", "sliding_attention"}
+        if odd:
+            raise UserError(
+                f"target {self.name!r} has layers of kind {min(odd)}, whose state cannot drop rejected drafts: "
+                "choose a target with full or sliding attention alone."
+            )
         return DynamicCache()
 
     @torch.no_grad()
@@ -235,7 +260,7 @@ class Target:
         lowest = torch.finfo(self.dtype).min
         mask = torch.zeros(nodes, past + nodes, dtype=self.dtype, device=self.device)
         mask[:, past:].masked_fill_(~ancestry, lowest)
-        kinds = set(getattr(self.config, "layer_types", None) or [])
+        kinds = self._attention_kinds()
         if "sliding_attention" not in kinds:
             return mask[None, None]
         key_positions = torch.cat([torch.arange(past, device=self.device), positions])
@@ -244,6 +269,11 @@ class Target:
         if len(kinds) == 1:
             return sliding[None, None]
         return {"full_attention": mask[None, None], "sliding_attention": sliding[None, None]}
+
+    def _attention_kinds(self) -> set[str]:
+        """The kinds of the layers; a config that lists none has one kind, sliding where it names a window."""
+        window = getattr(self.config, "sliding_window", None)
+        return set(getattr(self.config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
 
     @staticmethod
     def keep(cache: DynamicCache, past: int, path: Tensor) -> None:
