@@ -1,5 +1,6 @@
 """From a row of logits to a row of probabilities, and from there to a token."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
+        if not 0 <= self.temperature < math.inf:
             raise UserError(f"temperature is {self.temperature}: give 0 for greedy decoding or a positive number.")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p is {self.top_p}: give a number above 0 and at most 1 (1 switches it off).")
