@@ -1,11 +1,47 @@
 """The command line: one thin command per verb."""
 
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any
+
 import typer
+from rich.console import Console
+from rich.table import Table
 
-from .train.__main__ import main as train
+from .console import AsJson, Debug, Force, Progress, command_line, run_command_line
+from .data import synthesize
+from .eval.harness import measure
+from .eval.prompts import read_prompts
+from .eval.report import table, write_report
+from .eval.tree import parse
+from .heads.base import check_target, read_config
+from .heads.engines.registry import ENGINES, exports
+from .heads.engines.registry import export as export_head
+from .heads.kinds import KINDS, load_head
+from .outputs import new_directory, refuse_existing
+from .recipes import shelf
+from .recipes.schema import load_recipe, shipped
+from .sampling import Sampling
+from .target import Target
+from .train.__main__ import train_command
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-app.command("train")(train)
+app = command_line(no_args_is_help=True)
+data_app = command_line(no_args_is_help=True, help="Make training data.")
+recipes_app = command_line(no_args_is_help=True, help="The recipes that come with draftsmith.")
+app.add_typer(data_app, name="data")
+app.add_typer(recipes_app, name="recipes")
+app.command("train")(train_command)
+
+SERVED = {"eagle3": ["vllm"], "medusa": ["vllm"]}  # the engines in which scripts/serving_parity.py loads a kind
+
+TargetName = Annotated[
+    str | None, typer.Option("--target", help="a model directory, a hub id or a .gguf file; default: the head's own")
+]
+Out = Annotated[Path, typer.Option(help="the directory to write")]
+Seed = Annotated[int, typer.Option(help="of everything drawn at random")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")]
 
 
 @app.callback()
@@ -13,5 +49,163 @@ def draftsmith() -> None:
     """Train, measure and export draft heads for speculative decoding."""
 
 
+@app.command("eval")
+def evaluate(
+    head: Annotated[Path, typer.Argument(help="a head directory, such as a run's head/")],
+    prompts: Annotated[Path, typer.Option(help="JSONL of messages, prompt or turns")],
+    out: Out,
+    target: TargetName = None,
+    tree: Annotated[
+        str, typer.Option(help="none, chain:5, tree:4x2x1 (children by depth) or a JSON list of paths")
+    ] = "chain:5",
+    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="1 switches it off")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="0 switches it off")] = 0,
+    sampled_drafts: Annotated[
+        bool, typer.Option("--sampled-drafts", help="draw drafts instead of taking the likeliest")
+    ] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="per prompt")] = 128,
+    limit: Annotated[int | None, typer.Option(min=1, help="use the first N prompts")] = None,
+    baseline: Annotated[int | None, typer.Option(min=0, help="decode the first N plainly too; default: all")] = None,
+    dtype: Dtype = "auto",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda:0, ...; auto spreads the target")] = None,
+    seed: Seed = 0,
+    force: Annotated[bool, typer.Option("--force", help="replace the output; allow another target of the same sizes")] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Measure a head: acceptance length, acceptance by position, speed against plain decoding."""
+    shape, sampling = parse(tree), Sampling(temperature, top_k, top_p)
+    with new_directory(out, force) as partial:
+        config, chosen = read_config(head), read_prompts(prompts)[:limit]
+        loaded = Target.load(target or config.target.name, dtype, device)
+        check_target(config, loaded, force)
+        result = measure(
+            loaded,
+            load_head(head).to(loaded.device),
+            chosen,
+            shape,
+            max_new_tokens,
+            sampling,
+            sampled_drafts,
+            baseline,
+            seed,
+            True,
+        )
+        about = {"head": str(head), "prompts": str(prompts), "dtype": str(loaded.dtype), "device": str(loaded.device)}
+        write_report([result], partial, {**about, "max_new_tokens": max_new_tokens, "seed": seed})
+    show({"results": [result], "out": str(out)}, as_json, table(result, {"report": out / "report.html"}))
+
+
+@app.command()
+def export(
+    head: Annotated[Path, typer.Argument(help="a head directory, such as a run's head/")],
+    to: Annotated[str, typer.Option(help=" or ".join(ENGINES))],
+    out: Out,
+    target: TargetName = None,
+    draft_length: Annotated[
+        int | None, typer.Option(help="the chain the engine shall draft; default: the depths trained")
+    ] = None,
+    dtype: Dtype = "auto",
+    force: Force = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Write a head in the layout a serving engine loads, and read it back to be sure."""
+    refuse_existing(out, force)
+    config = read_config(head)
+    loaded = Target.load(target or config.target.name, dtype)
+    length = draft_length or config.depths
+    export_head(load_head(head), loaded, to, out, length, force)
+    show({"engine": to, "draft_length": length, "out": str(out)}, as_json, f"written for {to}, drafting {length}: {out}")
+
+
+@app.command()
+def heads(as_json: AsJson = False, debug: Debug = False) -> None:
+    """The head kinds, what each taps of the target, and the engines it exports to."""
+    depth = 32
+    kinds = {
+        name: {
+            "taps": kind.default_taps(SimpleNamespace(depth=depth)),  # type: ignore[arg-type]
+            "lossless": True,
+            "trains": True,
+            "exports": exports(name),
+            "served": SERVED.get(name, []),
+        }
+        for name, kind in KINDS.items()
+    }
+    grid = Table("kind", f"taps of {depth} layers", "exports to", "loaded by a test in", box=None, padding=(0, 2, 0, 0))
+    for name, kind in kinds.items():
+        taps = ", ".join(map(str, kind["taps"])) or "none: the last hidden state"
+        grid.add_row(name, taps, ", ".join(kind["exports"]), ", ".join(kind["served"]))
+    show(kinds, as_json, grid)
+
+
+@data_app.command("synthesize")
+def synthesize_data(
+    target: Annotated[str, typer.Option(help="a model directory, a hub id or a .gguf file")],
+    out: Out,
+    conversations: Annotated[int, typer.Option(min=1, help="rows of train.jsonl")],
+    held_out: Annotated[int, typer.Option(min=0, help="rows of heldout.jsonl")] = 0,
+    seed: Seed = 0,
+    user_temperature: Annotated[float, typer.Option(help="for the user's turns")] = 0.8,
+    user_top_p: Annotated[float, typer.Option(help="for the user's turns")] = 0.9,
+    answer_temperature: Annotated[float, typer.Option(help="for the answers; 0 is greedy")] = 0.0,
+    max_user_tokens: Annotated[int, typer.Option(min=1, help="longer user turns are dropped")] = 64,
+    max_answer_tokens: Annotated[int, typer.Option(min=1, help="longer answers are cut there")] = 160,
+    batch: Annotated[int, typer.Option(min=1, help="conversations written at once")] = 128,
+    dtype: Dtype = "auto",
+    force: Force = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Let the target write conversations, both sides: train.jsonl, heldout.jsonl, provenance.json."""
+    user, answer = Sampling(user_temperature, top_p=user_top_p), Sampling(answer_temperature)
+    settings = synthesize.Settings(seed, user, answer, max_user_tokens, max_answer_tokens, batch)
+    with new_directory(out, force) as partial:
+        loaded = Target.load(target, dtype)
+        with Progress("writing conversations", conversations + held_out) as bar:
+            provenance = synthesize.write(loaded, partial, conversations, held_out, settings, bar.advance)
+    show({**provenance, "out": str(out)}, as_json, f"{conversations} conversations and {held_out} held out: {out}")
+
+
+@recipes_app.command("list")
+def list_recipes(as_json: AsJson = False, debug: Debug = False) -> None:
+    """Name the shipped recipes."""
+    found = {name: shelf.about(path) for name, path in shipped().items()}
+    show(found, as_json, "\n\n".join("\n    ".join([name, *lines]) for name, lines in found.items()))
+
+
+@recipes_app.command("show")
+def show_recipe(
+    name: Annotated[str, typer.Argument(help="as recipes list prints it")], as_json: AsJson = False, debug: Debug = False
+) -> None:
+    """Print a shipped recipe; with --json, every default filled in."""
+    path = shelf.find_shipped(name)
+    show(load_recipe(path).model_dump(mode="json"), as_json, path.read_text(encoding="utf-8").rstrip())
+
+
+@recipes_app.command("copy")
+def copy_recipe(
+    name: Annotated[str, typer.Argument(help="as recipes list prints it")],
+    folder: Annotated[Path, typer.Argument(help="where to put it")],
+    force: Force = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Copy a shipped recipe, with the data and accelerate configs that it names."""
+    written = [str(path) for path in shelf.copy(name, folder, force)]
+    show({"written": written}, as_json, "\n".join(written))
+
+
+def show(document: Any, as_json: bool, text: Any) -> None:
+    """The command's answer on stdout: the document as JSON, or the text for a reader."""
+    if as_json:
+        json.dump(document, sys.stdout)
+        print()
+    else:
+        Console(highlight=False, markup=False, soft_wrap=True).print(text)
+
+
 def main() -> None:
-    app()
+    run_command_line(app)

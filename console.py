@@ -1,11 +1,20 @@
 """What a run says on the terminal: notes and progress bars, on stderr so that stdout stays one JSON document."""
 
 import sys
-from typing import Any, Self
+import traceback
+from typing import Annotated, Any, Self
 
+import transformers
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
+
+from .errors import UserError
+
+Force = Annotated[bool, typer.Option(help="replace what exists")]
+AsJson = Annotated[bool, typer.Option("--json", help="print one JSON document on stdout")]
+Debug = Annotated[bool, typer.Option(help="show the traceback of a mistake, too")]  # read by run_command_line
 
 stderr = Console(file=sys.stderr, highlight=False)
 
@@ -15,11 +24,30 @@ def note(text: str) -> None:
     stderr.print(text, markup=False, soft_wrap=True)
 
 
+def command_line(**settings: Any) -> typer.Typer:
+    """An application whose help and errors are plain text."""
+    return typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, **settings)
+
+
+def run_command_line(app: typer.Typer) -> None:
+    """Run the process's command line. A user's mistake ends it with one sentence on stderr and status 2."""
+    if not stderr.is_terminal:
+        transformers.utils.logging.disable_progress_bar()
+    try:
+        app()
+    except UserError as error:
+        if "--debug" in sys.argv:
+            traceback.print_exc()
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        sys.exit(2)
+
+
 class Progress:
     """A progress bar with an estimate; silent when stderr is piped or ``show`` is False."""
 
     def __init__(self, title: str, total: int, done: int = 0, show: bool = True) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[extra]}"))
+        title_column, extra_column = TextColumn("{task.description}"), TextColumn("{task.fields[extra]}")
+        columns = (title_column, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), extra_column)
         self.bar = RichProgress(*columns, console=stderr, disable=not (show and stderr.is_terminal), transient=True)
         self.task = self.bar.add_task(title, total=total, completed=done, extra="")
 

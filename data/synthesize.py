@@ -13,6 +13,7 @@ import torch
 from ..errors import UserError
 from ..sampling import Sampling
 from ..target import Target
+from .chat import render
 
 SHINGLE = 8  # words
 PLACEHOLDER = "draftsmith-user-turn"
@@ -32,31 +33,42 @@ class Settings:
 
 @dataclass
 class Filter:
-    """Keeps a conversation unless it loops or repeats what was kept before; counts what it drops, by reason."""
+    """Keeps a conversation unless it loops or repeats what was kept before; counts what is dropped, by reason."""
 
-    dropped: dict[str, int] = field(default_factory=lambda: {"unfinished user turn": 0, "empty turn": 0, "loop": 0, "near-duplicate": 0})
+    dropped: dict[str, int] = field(
+        default_factory=lambda: {"unfinished user turn": 0, "empty turn": 0, "loop": 0, "near-duplicate": 0}
+    )
     seen_users: set[tuple[str, ...]] = field(default_factory=set)
     seen_shingles: set[tuple[str, ...]] = field(default_factory=set)
 
-    def reason(self, user: str, answer: str, user_finished: bool) -> str | None:
-        """Why this conversation is dropped, or None; a kept one is remembered."""
-        words, user_words = re.findall(r"[^\W\d_]+", answer.lower()), tuple(user.lower().split())
+    def worth_answering(self, user: str, finished: bool) -> bool:
+        """Whether a user turn is finished and was not kept before."""
+        if finished and user_words(user) not in self.seen_users:
+            return True
+        self.dropped["near-duplicate" if finished else "unfinished user turn"] += 1
+        return False
+
+    def keeps(self, user: str, answer: str) -> bool:
+        """Whether this conversation is kept; a kept one is remembered."""
+        words = re.findall(r"[^\W\d_]+", answer.lower())
         shingles = {tuple(words[i : i + SHINGLE]) for i in range(len(words) - SHINGLE + 1)}
-        reason = None
-        if not user_finished:
-            reason = "unfinished user turn"
-        elif not user_words or not words:
-            reason = "empty turn"
+        repeated = len(shingles & self.seen_shingles) > len(shingles) / 2
+        if not user_words(user) or not words:
+            self.dropped["empty turn"] += 1
         elif loops(words):
-            reason = "loop"
-        elif user_words in self.seen_users or (shingles and len(shingles & self.seen_shingles) > len(shingles) / 2):
-            reason = "near-duplicate"
-        if reason:
-            self.dropped[reason] += 1
+            self.dropped["loop"] += 1
+        elif user_words(user) in self.seen_users or repeated:
+            self.dropped["near-duplicate"] += 1
         else:
-            self.seen_users.add(user_words)
+            self.seen_users.add(user_words(user))
             self.seen_shingles |= shingles
-        return reason
+            return True
+        return False
+
+
+def user_words(user: str) -> tuple[str, ...]:
+    """What makes two user turns the same: their words, whatever the case and the space between them."""
+    return tuple(user.lower().split())
 
 
 def loops(words: list[str]) -> bool:
@@ -68,31 +80,29 @@ def loops(words: list[str]) -> bool:
     return len(grams) >= 8 and len(set(grams)) < 0.6 * len(grams)
 
 
-def synthesize(target: Target, count: int, settings: Settings, keep: Filter, progress: Callable[[int], Any]) -> Iterator[dict[str, Any]]:
+def synthesize(
+    target: Target, count: int, settings: Settings, keep: Filter, progress: Callable[[int], Any]
+) -> Iterator[dict[str, Any]]:
     """Yield ``count`` kept conversations as rows {messages, finish, id}; ``finish`` is "stop" or "length".
 
     The user turn is sampled from the chat template's bare user header, then answered. ``progress`` is called with 1 for
     each kept row. Raises UserError when the template has no user header to continue, or nearly nothing is kept.
     """
-    header = user_header(target.tokenizer)
+    header = user_header(target)
     torch.manual_seed(settings.seed)
     kept = tried = 0
     while kept < count:
         if tried >= 20 * count + 1000:
-            raise UserError(f"only {kept} of {tried} conversations were worth keeping ({keep.dropped}): raise --user-temperature.")
+            raise UserError(
+                f"only {kept} of {tried} conversations were worth keeping ({keep.dropped}): raise --user-temperature."
+            )
         tried += settings.batch
-        users = generate(target, [header] * settings.batch, settings.user, settings.max_user_tokens)
-        prompts = [
-            target.tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
-            for text, _ in users
-        ]
-        fresh = [i for i, (text, done) in enumerate(users) if done and tuple(text.lower().split()) not in keep.seen_users]
-        keep.dropped["unfinished user turn"] += sum(not done for _, done in users)
-        keep.dropped["near-duplicate"] += sum(done for _, done in users) - len(fresh)
-        answers = generate(target, [prompts[i] for i in fresh], settings.answer, settings.max_answer_tokens) if fresh else []
-        for i, (answer, finished) in zip(fresh, answers, strict=True):
-            user = users[i][0]
-            if kept == count or keep.reason(user, answer, True):
+        turns = generate(target, [header] * settings.batch, settings.user, settings.max_user_tokens)
+        users = [text for text, finished in turns if keep.worth_answering(text, finished)]
+        prompts = [render([{"role": "user", "content": user}], target.tokenizer, "a user turn", True) for user in users]
+        answers = generate(target, prompts, settings.answer, settings.max_answer_tokens) if users else []
+        for user, (answer, finished) in zip(users, answers, strict=True):
+            if kept == count or not keep.keeps(user, answer):
                 continue
             messages = [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
             yield {"messages": messages, "finish": "stop" if finished else "length", "id": f"{settings.seed}-{kept}"}
@@ -100,11 +110,11 @@ def synthesize(target: Target, count: int, settings: Settings, keep: Filter, pro
             progress(1)
 
 
-def user_header(tokenizer: Any) -> str:
+def user_header(target: Target) -> str:
     """The text a chat template writes before a first user turn, its default system prompt included."""
-    if not tokenizer.chat_template:
-        raise UserError("the tokenizer has no chat template: there is no user header to continue; set one with --chat-template FILE.")
-    text = tokenizer.apply_chat_template([{"role": "user", "content": PLACEHOLDER}], tokenize=False)
+    text = render([{"role": "user", "content": PLACEHOLDER}], target.tokenizer_or_refuse(), "a user turn")
+    if PLACEHOLDER not in text:
+        raise UserError(f"the chat template of {target.name!r} does not write user turns as they are: mend the template.")
     return text[: text.index(PLACEHOLDER)]
 
 
@@ -113,12 +123,12 @@ def generate(target: Target, prompts: list[str], sampling: Sampling, limit: int)
     """Continue each prompt text; returns (text, whether it ended by itself), in order, stripped of special tokens."""
     tokenizer = target.tokenizer
     encoded = [tokenizer(prompt, add_special_tokens=False).input_ids for prompt in prompts]
-    width, pad = max(map(len, encoded)), next(iter(target.eos_ids))
+    width, pad = max(map(len, encoded)), min(target.eos_ids, default=0)
     ids = torch.tensor([[pad] * (width - len(row)) + row for row in encoded], device=target.device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in encoded], device=target.device)
-    chosen: dict[str, Any] = {"do_sample": False} if sampling.greedy else {
-        "do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
-    }
+    chosen: dict[str, Any] = {"do_sample": False}
+    if not sampling.greedy:
+        chosen = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     out = target.model.generate(ids, attention_mask=mask, max_new_tokens=limit, pad_token_id=pad, **chosen)[:, width:]
     texts = []
     for row in out.tolist():
@@ -127,11 +137,13 @@ def generate(target: Target, prompts: list[str], sampling: Sampling, limit: int)
     return texts
 
 
-def write(target: Target, out: Path, count: int, held_out: int, settings: Settings, progress: Callable[[int], Any]) -> dict[str, Any]:
+def write(
+    target: Target, out: Path, count: int, held_out: int, settings: Settings, progress: Callable[[int], Any]
+) -> dict[str, Any]:
     """Write ``out``/train.jsonl (``count`` rows), ``out``/heldout.jsonl (``held_out`` rows) and provenance.json.
 
     Both files come from one stream through one filter, so no held-out row is a near-duplicate of a training row; which
-    rows are held out is drawn with the seed. Returns the provenance.
+    rows are held out is drawn with the seed. ``out`` must exist. Returns the provenance.
     """
     keep = Filter()
     rows = list(synthesize(target, count + held_out, settings, keep, progress))
@@ -140,8 +152,12 @@ def write(target: Target, out: Path, count: int, held_out: int, settings: Settin
         with open(out / f"{name}.jsonl", "w", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in part)
     provenance = {
-        "model": target.name, "fingerprint": target.fingerprint, "dtype": str(target.dtype).removeprefix("torch."),
-        "settings": asdict(settings), "rows": {"train": count, "heldout": held_out}, "dropped": keep.dropped,
+        "model": target.name,
+        "fingerprint": target.fingerprint,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "settings": asdict(settings),
+        "rows": {"train": count, "heldout": held_out},
+        "dropped": keep.dropped,
     }
     (out / "provenance.json").write_text(json.dumps(provenance, indent=1) + "\n")
     return provenance

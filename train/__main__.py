@@ -1,19 +1,20 @@
 """``accelerate launch -m draftsmith.train RECIPE``: train, and choose the best head by the verifier's own τ."""
 
 import json
-import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import yaml
+from accelerate import PartialState
 
-from ..console import note
-from ..errors import UserError
+from ..console import AsJson, Debug, Force, command_line, run_command_line
 from ..eval.harness import measure
 from ..eval.prompts import read_prompts
 from ..eval.tree import parse
 from ..heads.base import DraftHead
 from ..recipes.schema import Recipe, load_recipe
 from ..target import Target
+from .dry_run import dry_run
 from .loop import Score, train
 
 
@@ -31,31 +32,34 @@ def verifier_score(recipe: Recipe) -> Score | None:
     return score
 
 
-def run(recipe: Recipe, resume: bool, force: bool) -> dict:
+def run(recipe: Recipe, resume: bool = False, force: bool = False) -> dict[str, Any]:
+    """Train as the recipe says; see ``train``. The head that stays is the best by the verifier."""
     return train(recipe, verifier_score(recipe), resume, force)
 
 
-def main(
+def train_command(
     recipe: Annotated[str, typer.Argument(help="a recipe file, or the name of a shipped one")],
-    set: Annotated[list[str] | None, typer.Option(help="change a key: section.key=value")] = None,
-    resume: Annotated[bool, typer.Option(help="go on from the newest whole checkpoint")] = False,
-    force: Annotated[bool, typer.Option(help="replace an output directory that exists")] = False,
-    json_: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
-    debug: Annotated[bool, typer.Option(help="show tracebacks")] = False,
+    changes: Annotated[list[str] | None, typer.Option("--set", help="change a key: section.key=value")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on from the newest whole checkpoint")] = False,
+    dry: Annotated[bool, typer.Option("--dry-run", help="resolve all but the weights, print it, write nothing")] = False,
+    force: Force = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
 ) -> None:
     """Train a draft head from a recipe."""
-    try:
-        result = run(load_recipe(recipe, set), resume, force)
-    except UserError as error:
-        if debug:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    if json_:
+    loaded = load_recipe(recipe, changes)
+    result = dry_run(loaded) if dry else run(loaded, resume, force)
+    if not PartialState().is_main_process:
+        return
+    if as_json:
         print(json.dumps(result))
+    elif dry:
+        print(yaml.safe_dump(result, sort_keys=False, allow_unicode=True, width=1000), end="")
     else:
-        note(f"best head (τ {result['best_tau']:.3f}): {result['head']}")
+        print(f"best head (τ {result['best_tau']:.3f}): {result['head']}")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app = command_line()
+    app.command()(train_command)
+    run_command_line(app)

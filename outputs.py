@@ -1,0 +1,35 @@
+"""Output directories that are whole or absent, and never replaced unasked."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .errors import UserError
+
+
+def refuse_existing(out: Path, force: bool) -> None:
+    """Raise UserError where ``out`` exists, unless ``force`` allows replacing it. What holds the working directory is safe."""
+    if out.exists() and not force:
+        raise UserError(f"{out} exists: choose another output, or pass --force to replace it.")
+    if Path.cwd().is_relative_to(out.resolve()):
+        raise UserError(f"{out} holds the working directory and cannot be replaced: choose another output.")
+
+
+@contextmanager
+def new_directory(out: Path, force: bool) -> Iterator[Path]:
+    """A directory beside ``out`` to write into; it takes the name ``out`` when the block ends well and vanishes otherwise."""
+    refuse_existing(out, force)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    partial.chmod(0o755)  # mkdtemp's directories are private
+    try:
+        yield partial
+        if out.is_dir():
+            shutil.rmtree(out)
+        else:
+            out.unlink(missing_ok=True)
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

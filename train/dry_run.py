@@ -1,0 +1,108 @@
+"""What a run would be: everything a recipe names is resolved, except that no weights are loaded and nothing is written."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from ..data.conversations import read_conversations
+from ..errors import UserError
+from ..fetch import hub_reachable, local_path
+from ..heads.base import DraftHead
+from ..heads.kinds import KINDS
+from ..recipes.schema import Recipe
+from ..target import UNREADABLE, Target
+
+
+class Skeleton(Target):
+    """A target of shapes alone: nothing can be computed with it, so its final norm is not looked for."""
+
+    def _find_final_norm(self) -> None:
+        return None
+
+
+def dry_run(recipe: Recipe) -> dict[str, Any]:
+    """The resolved recipe, the conversations of its data files, the sizes of target and head, and what stays unresolved.
+
+    Data files that are there are read in full. The target is built without weights from its config, which must lie in a
+    local directory or the hub's cache, or be reachable. Raises UserError for a mistake in anything that could be read;
+    ``unresolved`` says, part by part, what could not.
+    """
+    found: dict[str, Any] = {
+        "recipe": recipe.model_dump(mode="json"),
+        "data": {},
+        "target": None,
+        "head": None,
+        "unresolved": [],
+    }
+    for part in ("train", "held_out"):
+        file = recipe.data_file(getattr(recipe.data, part))
+        if file.is_file():
+            found["data"][part] = {"file": str(file), "conversations": len(read_conversations(file))}
+        else:
+            found["unresolved"].append(f"data.{part}: {file} is not there")
+    try:
+        target = load_skeleton(recipe.target.name)
+    except UNREADABLE as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        found["unresolved"].append(f"target: the config of {recipe.target.name} could not be read ({reason})")
+        found["unresolved"].append("head: its sizes follow from the target's config")
+        return found
+    if target.tokenizer is None:
+        found["unresolved"].append(f"tokenizer: none could be read for {recipe.target.name}")
+    else:
+        target.tokenizer_or_refuse()
+    head = head_of(recipe, target)
+    found["target"] = {
+        "name": target.name,
+        "architecture": type(target.model).__name__,
+        "depth": target.depth,
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "parameters": parameters(target.model),
+    }
+    found["head"] = {
+        "kind": head.kind,
+        "taps": head.config.taps,
+        "depths": head.config.depths,
+        "draft_vocab_size": head.config.draft_vocab_size,
+        "layer": head.config.layer,
+        "parameters": parameters(head),
+    }
+    return found
+
+
+def load_skeleton(name: str) -> Skeleton:
+    """The target without its weights; the tokenizer is None where there is none to read."""
+    path = local_path(name)
+    where: dict[str, Any] = {"local_files_only": not hub_reachable()}
+    if path.endswith(".gguf"):
+        where["gguf_file"] = Path(path).name
+        path = str(Path(path).parent)
+    config = AutoConfig.from_pretrained(path, **where)
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, **where)
+    except UNREADABLE:
+        tokenizer = None
+    return Skeleton(model, tokenizer, name)
+
+
+def head_of(recipe: Recipe, target: Target) -> DraftHead:
+    """The head that the recipe asks for, without weights."""
+    kind = KINDS[recipe.head.kind]
+    size = recipe.head.draft_vocab or target.vocab_size
+    if size > target.vocab_size:
+        raise UserError(f"draft vocabulary of {size} is larger than the target's {target.vocab_size}: lower head.draft_vocab.")
+    with torch.device("meta"):
+        return kind.create(
+            target, kind.Options.model_validate(recipe.head.options), recipe.head.taps, recipe.head.depths, torch.arange(size)
+        )
+
+
+def parameters(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
