@@ -38,11 +38,12 @@ def dry_run(recipe: Recipe) -> dict[str, Any]:
         "unresolved": [],
     }
     for part in ("train", "held_out"):
-        file = recipe.data_file(getattr(recipe.data, part))
+        name = getattr(recipe.data, part)
+        file = recipe.data_file(name)
         if file.is_file():
             found["data"][part] = {"file": str(file), "conversations": len(read_conversations(file))}
         else:
-            found["unresolved"].append(f"data.{part}: {file} is not there")
+            found["unresolved"].append(f"data.{part}: {name} is neither in the working directory nor beside the recipe")
     try:
         target = load_skeleton(recipe.target.name)
     except UNREADABLE as error:

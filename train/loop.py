@@ -179,6 +179,19 @@ class Run:
         target_ids = self.vocabulary.target_ids.to(self.accelerator.device)
         return depth_sums(self.head, batch, self.target, target_ids, LOSSES[self.recipe.objective.loss])
 
+    @torch.no_grad()
+    def held_out_sums(self) -> DepthSums:
+        """This process's sums over its share of the held-out rows."""
+        sums = DepthSums.zeros(self.recipe.head.depths, self.accelerator.device)
+        rows, size = list(range(len(self.held_out.examples))), self.recipe.train.batch_size
+        self.head.eval()
+        for first in range(0, len(rows), size):
+            for batch in self.micro_batches(self.held_out, rows[first : first + size]):
+                with self.accelerator.autocast():
+                    sums.add(self.losses(batch)[1])
+        self.head.train()
+        return sums
+
     def snapshot(self) -> DraftHead | None:
         """The head as it stands, whole and unwrapped, on the main process; None on the others. All must call it."""
         state = self.accelerator.get_state_dict(self.head)
@@ -241,20 +254,10 @@ def vocabulary_of(head: DraftHead, examples: list[Encoded], target: Target) -> D
     return DraftVocabulary(ids - torch.arange(len(ids)), inside, float(counts[inside].sum()) / max(int(counts.sum()), 1))
 
 
-@torch.no_grad()
 def evaluate(run: Run, step: int, best: float | None, score: Score | None, log: "Log") -> float:
     """Held-out loss and simulated τ, τ by the verifier; saves the head when it is the best yet. Returns the best τ."""
     began = time.perf_counter()
-    run.head.eval()
-    sums = DepthSums.zeros(run.recipe.head.depths, run.accelerator.device)
-    rows = list(range(len(run.held_out.examples)))
-    size = run.recipe.train.batch_size
-    for first in range(0, len(rows), size):
-        for batch in run.micro_batches(run.held_out, rows[first : first + size]):
-            with run.accelerator.autocast():
-                sums.add(run.losses(batch)[1])
-    run.head.train()
-    report = sums.reduced(run.accelerator).report(run.weights)
+    report = run.held_out_sums().reduced(run.accelerator).report(run.weights)
     head = run.snapshot()
     if head is not None:
         if score is not None:

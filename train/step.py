@@ -11,6 +11,9 @@ from .metrics import DepthSums
 from .objectives import Loss
 
 
+CHUNK = 128  # teacher rows at a time: a whole batch's rows over the whole vocabulary would not fit any cache
+
+
 class Teacher:
     """The target's distribution at the positions of one batch that are supervised at any depth."""
 
@@ -19,10 +22,15 @@ class Teacher:
         wanted = following.nonzero().squeeze(1)
         self.index = torch.full_like(following, -1, dtype=torch.long)
         self.index[wanted] = torch.arange(len(wanted), device=wanted.device)
+        last = batch.features.last.flatten(0, 1)[wanted]
+        self.p = torch.empty(len(wanted), len(target_ids), device=last.device)
+        self.best = torch.empty(len(wanted), dtype=torch.long, device=last.device)
         with torch.no_grad():
-            logits = target.logits(batch.features.last.flatten(0, 1)[wanted]).float()
-            self.best = logits.argmax(-1)
-            self.p = (logits[:, target_ids] - logits.logsumexp(-1, keepdim=True)).exp()
+            for first in range(0, len(wanted), CHUNK):
+                rows = slice(first, first + CHUNK)
+                logp = target.logits(last[rows]).float().log_softmax(-1)
+                self.best[rows] = logp.argmax(-1)
+                self.p[rows] = logp[:, target_ids].exp()
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """p [rows, draft vocab] and the greedy token [rows] at flat positions (batch x time)."""
