@@ -141,7 +141,6 @@ class DraftHead(nn.Module, ABC):
 
     kind: ClassVar[str]
     Options: ClassVar[type[BaseModel]]
-    engines: ClassVar[tuple[str, ...]]
     target_ids: Tensor
 
     def __init__(self, config: HeadConfig) -> None:

@@ -53,7 +53,6 @@ class Eagle3Head(DraftHead):
 
     kind = "eagle3"
     Options = Eagle3Options
-    engines = ("vllm", "speculators")
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)

@@ -48,7 +48,6 @@ class MedusaHead(DraftHead):
 
     kind = "medusa"
     Options = MedusaOptions
-    engines = ("vllm",)
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)

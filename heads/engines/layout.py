@@ -1,0 +1,101 @@
+"""What an engine's layout is: a config.json and named tensors made from a head, and the way back."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import UserError
+from ...target import Target
+from ..base import DraftHead, HeadConfig, TargetIdentity
+
+FORMAT = 1  # of the "draftsmith" block below
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How an engine stores heads of one kind. All three work in memory; the registry does the files.
+
+    ``config(head, target, draft_length)`` is config.json, ``tensors(head, target)`` is model.safetensors,
+    ``rebuild(config, tensors, target)`` makes the head again by the layout's rules alone and refuses anything odd.
+    """
+
+    config: Callable[[DraftHead, Target, int], dict[str, Any]]
+    tensors: Callable[[DraftHead, Target], dict[str, Tensor]]
+    rebuild: Callable[[dict[str, Any], dict[str, Tensor], Target], DraftHead]
+    method: str  # what the engine calls it
+    served: bool  # whether scripts/serving_parity.py loads it in the engine itself
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine's layouts by head kind, and why it has no others, as the rest of a sentence."""
+
+    layouts: dict[str, Layout]
+    others: str
+
+
+def provenance(head: DraftHead, draft_length: int) -> dict[str, Any]:
+    """The block in which an export says where it comes from; engines pass over it."""
+    target = head.config.target
+    return {
+        "format": FORMAT,
+        "kind": head.kind,
+        "draft_length": draft_length,
+        "target": target.name,
+        "target_fingerprint": target.fingerprint,
+    }
+
+
+def dtype_names(target: Target) -> dict[str, str]:
+    """The serving dtype under its old and its new key."""
+    name = str(target.dtype).removeprefix("torch.")
+    return {"dtype": name, "torch_dtype": name}
+
+
+def own_tensors(head: DraftHead) -> dict[str, Tensor]:
+    """The head's trained tensors by their own names, on the CPU; the vocabulary is not among them."""
+    state = head.state_dict()
+    return {name: t.detach().cpu().contiguous() for name, t in state.items() if name != "target_ids"}
+
+
+def vocabulary_tensors(head: DraftHead) -> dict[str, Tensor]:
+    """d2t int64 [draft vocab] of offsets and t2d bool [vocab]; nothing where the vocabulary is the target's own."""
+    ids, vocab = head.target_ids.cpu(), head.config.target.vocab_size
+    if len(ids) == vocab:
+        return {}
+    return {"d2t": ids - torch.arange(len(ids)), "t2d": torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)}
+
+
+def vocabulary_ids(tensors: dict[str, Tensor], size: int, vocab: int) -> Tensor:
+    """The target ids [draft vocab] that d2t and t2d tell, which are taken out of ``tensors``; all of them without d2t."""
+    if size == vocab:
+        return torch.arange(vocab)
+    if "d2t" not in tensors:
+        raise UserError(f"the export has draft_vocab_size {size} of {vocab} and no d2t tensor: export the head again.")
+    ids = tensors.pop("d2t") + torch.arange(size)
+    t2d = tensors.pop("t2d", None)
+    marked = ids if t2d is None else t2d.nonzero().squeeze(1)
+    if not torch.equal(ids, marked) or len(ids.unique()) != size or not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
+        raise UserError("the export's d2t and t2d do not name the same distinct tokens of the target: export the head again.")
+    return ids
+
+
+def make_head(
+    kind: type[DraftHead], target: Target, target_ids: Tensor, tensors: dict[str, Tensor], **config: Any
+) -> DraftHead:
+    """A head of these sizes with these tensors (own names), loaded strictly."""
+    identity = TargetIdentity.of(target)
+    head = kind(HeadConfig(kind=kind.kind, target=identity, draft_vocab_size=len(target_ids), **config))
+    expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+    given = {name: tuple(tensor.shape) for name, tensor in {**tensors, "target_ids": target_ids}.items()}
+    odd = sorted(name for name in expected.keys() | given.keys() if expected.get(name) != given.get(name))
+    if odd:
+        asked = f"its config.json asks for {expected.get(odd[0])}"
+        raise UserError(f"the export's tensor {odd[0]!r} has shape {given.get(odd[0])}, and {asked}: export the head again.")
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    head.to(dtypes.pop() if len(dtypes) == 1 else torch.float32)
+    head.load_state_dict({**tensors, "target_ids": target_ids})
+    return head.to(target.device).eval()
