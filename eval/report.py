@@ -71,6 +71,8 @@ def losslessness(result: dict[str, Any]) -> str:
 def table(result: dict[str, Any], places: dict[str, Path]) -> Table:
     """The short table for the terminal; ``places`` names what was written where."""
     grid = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
     for name, value in [*rows(result), *((name, str(path)) for name, path in places.items())]:
         grid.add_row(name, value)
     return grid

@@ -39,8 +39,16 @@ class HeadSection(Section):
     def known(self) -> Self:
         if self.kind not in KINDS:
             raise ValueError(f"{self.kind!r} is no head kind; the kinds are {', '.join(KINDS)}")
-        self.options = KINDS[self.kind].Options.model_validate(self.options).model_dump()
+        try:
+            self.options = KINDS[self.kind].Options.model_validate(self.options).model_dump()
+        except ValidationError as error:  # told as errors of head.options, where they stand in the recipe
+            raise ValidationError.from_exception_data("options", [below("options", each) for each in error.errors()]) from error
         return self
+
+
+def below(section: str, error: Any) -> Any:
+    """One of pydantic's errors, one section deeper."""
+    return {"type": error["type"], "loc": (section, *error["loc"]), "input": error["input"], "ctx": error.get("ctx", {})}
 
 
 class ObjectiveSection(Section):

@@ -1,0 +1,149 @@
+"""Recipes: the shipped ones hold together, changes apply, mistakes name the nearest right key, a dry run loads no weights."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import LlamaConfig
+
+from draftsmith.errors import UserError
+from draftsmith.eval.tree import parse
+from draftsmith.recipes import shelf
+from draftsmith.recipes.schema import Recipe, load_recipe, shipped
+from draftsmith.train.dry_run import dry_run
+
+MINIMAL = {"target": {"name": "t"}, "data": {"train": "a", "held_out": "b"}, "head": {"kind": "eagle3"}, "output": "out"}
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path) -> Path:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(MINIMAL))
+    return file
+
+
+@pytest.fixture
+def llama_8b(tmp_path: Path) -> Path:
+    """A folder with nothing but the config of a Llama-3.1-8B: no weights, no tokenizer."""
+    LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, max_position_embeddings=131072, bos_token_id=128000, eos_token_id=128009,
+    ).save_pretrained(tmp_path / "llama")  # fmt: skip
+    return tmp_path / "llama"
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_shipped_recipe_loads(name: str):
+    recipe = load_recipe(name)
+    parse(recipe.eval.tree)
+    assert recipe.train.batch_size % recipe.train.micro_batch_size == 0
+    assert load_recipe(shipped()[name]) == recipe
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_shipped_recipe_opens_with_its_command(name: str):
+    command, *what = shelf.about(shipped()[name])
+    assert f"-m draftsmith.train recipes/{name}.yaml" in command and what
+
+
+@pytest.mark.parametrize("name", [name for name in shipped() if "8b" in name])
+def test_8b_recipe_resolves_without_weights(name: str, llama_8b: Path):
+    found = dry_run(load_recipe(name, [f"target.name={llama_8b}"]))
+    assert found["target"]["parameters"] == 8_030_261_248
+    stated = float(shelf.about(shipped()[name])[1].split("(")[1].split(" billion")[0])
+    assert round(found["head"]["parameters"] / 1e9, 2) == stated
+    assert found["head"]["draft_vocab_size"] == 32000
+    assert any("tokenizer" in part for part in found["unresolved"])
+
+
+def test_the_8b_eagle3_recipe_reads_the_taps_that_engines_assume(llama_8b: Path):
+    recipe = load_recipe("eagle3-llama3-8b", [f"target.name={llama_8b}"])
+    default = dry_run(recipe.model_copy(update={"head": recipe.head.model_copy(update={"taps": None})}))
+    assert recipe.head.taps == default["head"]["taps"] == [2, 16, 29]
+
+
+def test_dry_run_says_what_it_could_not_resolve(tmp_path: Path, recipe_file: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    found = dry_run(load_recipe(recipe_file, ["target.name=nobody/nothing"]))
+    assert found["target"] is None and found["head"] is None
+    assert [part.split(":")[0] for part in found["unresolved"]] == ["data.train", "data.held_out", "target", "head"]
+    assert list(tmp_path.iterdir()) == [recipe_file]
+
+
+def test_changes_apply_in_order_and_are_read_as_yaml(recipe_file: Path):
+    changes = ["train.lr=3e-4", "train.lr=0.002", "head.taps=[1, 2]", "head.options.fc_norm=true", "target.device=null"]
+    recipe = load_recipe(recipe_file, changes)
+    assert recipe.train.lr == 0.002 and recipe.head.taps == [1, 2]
+    assert recipe.head.options["fc_norm"] is True and recipe.target.device is None
+
+
+@pytest.mark.parametrize("text", ["1e-4", "1.0e-4", "0.0001"])
+def test_a_rate_may_be_written_in_any_usual_way(recipe_file: Path, text: str):
+    assert load_recipe(recipe_file, [f"train.lr={text}"]).train.lr == pytest.approx(1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "nearest"),
+    [
+        ("train.epoch=2", "train.epochs"),
+        ("train.batchsize=2", "train.batch_size"),
+        ("data.maxlength=9", "data.max_length"),
+        ("head.tap=[1]", "head.taps"),
+        ("head.options.fcnorm=true", "head.options.fc_norm"),
+        ("targets.name=x", "target"),
+        ("out=x", "output"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_right_one(recipe_file: Path, change: str, nearest: str):
+    with pytest.raises(UserError, match=rf"unknown key {change.split('=')[0].split('.')[0]}.* is {nearest}\."):
+        load_recipe(recipe_file, [change])
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (["train.epochs=0"], "train.epochs"),
+        (["head.kind=nope"], "eagle3, medusa"),
+        (["head.options.norm_before_fc=maybe"], "head.options.norm_before_fc"),
+        (["head.options.norm_before_fc=true", "head.options.fc_norm=true"], "exclude each other"),
+        (["output.a=b"], "output is a value, not a section"),
+    ],
+)
+def test_a_wrong_value_names_its_key(recipe_file: Path, changes: list[str], says: str):
+    with pytest.raises(UserError, match=says):
+        load_recipe(recipe_file, changes)
+
+
+@pytest.mark.parametrize("text", ["- a list", "just words", ": {", ""])
+def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, text: str):
+    (tmp_path / "r.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"r\.yaml"):
+        load_recipe(tmp_path / "r.yaml")
+
+
+def test_a_missing_key_is_named(tmp_path: Path):
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump({**MINIMAL, "data": {"train": "a"}}))
+    with pytest.raises(UserError, match=r"data\.held_out is missing"):
+        load_recipe(tmp_path / "r.yaml")
+
+
+def test_the_resolved_recipe_reads_back(recipe_file: Path, tmp_path: Path):
+    recipe = load_recipe(recipe_file)
+    (tmp_path / "resolved.yaml").write_text(recipe.to_yaml())
+    assert load_recipe(tmp_path / "resolved.yaml").model_dump() == recipe.model_dump()
+    assert set(yaml.safe_load(recipe.to_yaml())) == set(Recipe.model_fields)
+
+
+def test_data_beside_the_recipe_is_found(recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir("/")
+    (tmp_path / "a").write_text("")
+    recipe = load_recipe(recipe_file)
+    assert recipe.data_file("a") == tmp_path / "a"
+
+
+def test_every_recipe_is_copied_with_what_it_names(tmp_path: Path):
+    for name in shipped():
+        written = shelf.copy(name, tmp_path / name, force=False)
+        assert load_recipe(written[0]).model_dump() == load_recipe(name).model_dump()
+        text = written[0].read_text()
+        assert ("accelerate/ddp.yaml" in text) == (tmp_path / name / "accelerate" / "ddp.yaml").exists()
