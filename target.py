@@ -63,7 +63,7 @@ class Target:
         self.vocab_size: int = self.config.vocab_size
         self.max_positions: int = getattr(self.config, "max_position_embeddings", None) or 2**31
         self.embed: nn.Module = model.get_input_embeddings()
-        self.output_head: nn.Module = model.get_output_embeddings()
+        self.output_head: Any = model.get_output_embeddings()
         self.device: torch.device = next(self.embed.parameters()).device
         self.dtype: torch.dtype = model.dtype
         self.layers = self._find_layers()
@@ -216,7 +216,7 @@ class Target:
                 del self.decoder.forward
             else:
                 self.decoder.forward = original
-        return logits.reshape(*last.shape[:-1], -1)
+        return logits.reshape(*last.shape[:-1], logits.shape[-1])
 
     def new_cache(self) -> DynamicCache:
         """A cache whose layers all keep every row, so that rejected rows can be dropped (sliding windows included).

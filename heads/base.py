@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -127,7 +128,7 @@ class Depth:
 
 
 def supervised(mask: Tensor, depths: int) -> list[Tensor]:
-    """For each depth the bool map [batch, time] of supervised rows; see the alignment above. ``mask`` marks x_t as the assistant's."""
+    """For each depth the bool map [batch, time] of supervised rows, as above; ``mask`` marks x_t as the assistant's."""
     shifted = [torch.nn.functional.pad(mask[:, k:], (0, k)) for k in range(1, depths + 2)]
     run, maps = shifted[0], []
     for following in shifted[1:]:
@@ -146,7 +147,12 @@ class DraftHead(nn.Module, ABC):
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         self.config = config
-        self.options: Any = self.Options.model_validate(config.options)
+        try:
+            self.options: Any = self.Options.model_validate(config.options)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, ("options", *first["loc"])))
+            raise UserError(f"the {self.kind} head's config has a wrong {where}: {first['msg']}.") from error
         self.register_buffer("target_ids", torch.arange(config.draft_vocab_size))
 
     @classmethod
@@ -282,17 +288,27 @@ def read_config(directory: str | Path) -> HeadConfig:
 
 
 def read_weights(head: DraftHead, directory: str | Path) -> None:
-    """Load model.safetensors strictly: every tensor named, none missing, no NaN."""
+    """Load model.safetensors strictly: every tensor named, none missing, of its shape, without NaN."""
     path = Path(directory) / "model.safetensors"
     if not path.is_file():
         raise UserError(f"{directory} has no model.safetensors: the head is not whole.")
-    tensors = load_file(path)
-    odd = sorted(set(tensors) ^ set(head.state_dict()))
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise UserError(f"{path} cannot be read ({error}): the head is not whole.") from error
+    expected = head.state_dict()
+    odd = sorted(set(tensors) ^ set(expected))
     if odd:
         raise UserError(f"{path} and its config.json disagree about {odd[0]!r}: the head is not whole.")
-    broken = [name for name, tensor in tensors.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
-    if broken:
-        raise UserError(f"{path}: tensor {broken[0]!r} holds NaN or infinity: the head is broken.")
+    for name, tensor in tensors.items():
+        if tensor.shape != expected[name].shape:
+            shapes = f"{list(tensor.shape)}, where its config.json asks for {list(expected[name].shape)}"
+            raise UserError(f"{path}: tensor {name!r} has the shape {shapes}: the head is broken.")
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise UserError(f"{path}: tensor {name!r} holds NaN or infinity: the head is broken.")
+    ids = tensors["target_ids"]
+    if ids[0] < 0 or ids[-1] >= head.config.target.vocab_size or (ids.diff() <= 0).any():
+        raise UserError(f"{path}: target_ids do not rise within the target's vocabulary: the head is broken.")
     head.load_state_dict(tensors)
 
 

@@ -187,7 +187,7 @@ def copy_layer(target: Target, layer: FeatureLayer) -> None:
     Attention inputs are twice as wide here: the feature's half gets the target's weights, the embedding's half stays at
     a tenth of its random size, so that at first the layer reads features as the target's own layer does.
     """
-    source = dict(target.layers[-1].named_parameters())
+    source = dict(target.layers[-1].named_parameters()) if has_llama_layers(target) else {}
     for name, parameter in layer.named_parameters():
         own = source.get("input_layernorm.weight" if name == "hidden_norm.weight" else name)
         if name == "input_layernorm.weight":
@@ -204,7 +204,18 @@ def copy_layer(target: Target, layer: FeatureLayer) -> None:
             parameter.copy_(own)
 
 
+def has_llama_layers(target: Target) -> bool:
+    """Whether the target's layers compute what Llama's do, so that their weights mean the same in the head's layer."""
+    config = target.config
+    activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
+    rotated = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
+    parts = {name for name, _ in target.layers[-1].named_children()}
+    llama = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+    return parts == llama and activation == "silu" and rotated == 1.0
+
+
 def norm_scale(norm: nn.Module, target: Target) -> Tensor:
-    """The scale [hidden] that a final RMS norm applies, measured: offsets such as Gemma's 1 + weight are included."""
-    ones = torch.ones(1, 1, target.hidden_size, dtype=target.dtype, device=target.device)
-    return norm(ones).flatten().float()
+    """The scale [hidden] that a final norm applies, measured: offsets such as Gemma's 1 + weight are included."""
+    signs = torch.ones(1, 1, target.hidden_size, dtype=target.dtype, device=target.device)
+    signs[..., ::2] = -1  # of mean 0 and mean square 1: root-mean-square and layer norms alike leave it as it is
+    return (norm(signs) * signs).flatten().float()

@@ -56,7 +56,9 @@ FAMILIES: dict[str, Any] = {
         **GQA, head_dim=16, sliding_window=WINDOW, query_pre_attn_scalar=16,
         final_logit_softcapping=3.0, attn_logit_softcapping=5.0,
     ),
-    "gemma3": Gemma3TextConfig(**GQA, head_dim=16, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"] * 2),
+    "gemma3": Gemma3TextConfig(
+        **GQA, head_dim=16, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"] * 2
+    ),
     "gpt2": GPT2Config(
         vocab_size=VOCAB, n_embd=HIDDEN, n_layer=DEPTH, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2
     ),
