@@ -15,7 +15,7 @@ from draftsmith.sampling import Sampling
 from draftsmith.target import Target
 
 SETTINGS = Settings(seed=3, user=Sampling(1.0), answer=Sampling(1.0), max_user_tokens=12, max_answer_tokens=16, batch=32)
-TEXT = "the river rises early in spring and the fields below the mill stand under water until the first warm days of april"
+TEXT: str = "the river rises early in spring and the fields below the mill stand under water until the first warm days of april"
 
 
 @pytest.fixture
