@@ -8,15 +8,12 @@ from typing import Any
 from ..errors import UserError
 
 
-def save(accelerator: Any, folder: Path, step: int, state: dict[str, Any], keep: int) -> None:
-    """Write ``folder``/step-N with weights, optimizer, scheduler and RNG, beside and renamed; drop the oldest beyond ``keep``.
-
-    ``state`` goes into progress.json with the step.
-    """
+def save(accelerator: Any, folder: Path, step: int, keep: int) -> None:
+    """Write ``folder``/step-N with weights, optimizer, scheduler and RNG, beside and renamed; drop the oldest beyond ``keep``."""
     partial, whole = folder / f".step-{step}", folder / f"step-{step}"
     accelerator.save_state(str(partial))
     if accelerator.is_main_process:
-        (partial / "progress.json").write_text(json.dumps({"step": step, **state}) + "\n")
+        (partial / "progress.json").write_text(json.dumps({"step": step}) + "\n")
         if whole.exists():
             shutil.rmtree(whole)
         partial.rename(whole)
@@ -25,13 +22,13 @@ def save(accelerator: Any, folder: Path, step: int, state: dict[str, Any], keep:
     accelerator.wait_for_everyone()
 
 
-def resume(accelerator: Any, folder: Path) -> dict[str, Any]:
-    """Load the newest whole checkpoint into the prepared objects and return its progress."""
+def resume(accelerator: Any, folder: Path) -> int:
+    """Load the newest whole checkpoint into the prepared objects and return the step it was written after."""
     found = all_whole(folder)
     if not found:
         raise UserError(f"{folder} holds no whole checkpoint to resume from: start without --resume.")
     accelerator.load_state(str(found[-1]))
-    return json.loads((found[-1] / "progress.json").read_text())
+    return json.loads((found[-1] / "progress.json").read_text())["step"]
 
 
 def all_whole(folder: Path) -> list[Path]:

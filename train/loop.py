@@ -46,28 +46,31 @@ def train(recipe: Recipe, score: Score | None = None, resume: bool = False, forc
     claim(accelerator, out, resume, force)
     run = prepare(recipe, accelerator, out, resume)
     write_run(run.accelerator, recipe, run.target, run.dropped, out)
-    progress = checkpoints.resume(accelerator, out / "checkpoints") if resume else {"step": 0, "best": None}
-    best: float | None = progress["best"]
-    every = recipe.train.eval_every or run.steps
-    log = Log(accelerator, out, recipe, append=resume)
-    if not resume:
-        best = evaluate(run, 0, best, score, log)
+    done = checkpoints.resume(accelerator, out / "checkpoints") if resume else 0
+    log = Log(accelerator, out, recipe, done if resume else None)
+    best, every = log.best, recipe.train.eval_every or run.steps
+    if done not in log.evaluated and (done == 0 or done % every == 0):
+        best = evaluate(run, done, best, score, log)
     report: dict[str, float] = {}
-    with Progress("training", run.steps, done=progress["step"], show=accelerator.is_main_process) as bar:
+    with Progress("training", run.steps, done=done, show=accelerator.is_main_process) as bar:
         sums = DepthSums.zeros(recipe.head.depths, accelerator.device)
-        for step in range(progress["step"] + 1, run.steps + 1):
+        for step in range(done + 1, run.steps + 1):
             sums.add(run.advance(run.global_batch(step - 1)))
             if step % recipe.train.log_every == 0 or step == run.steps:
                 report = sums.reduced(accelerator).report(run.weights)
                 log.write({"step": step, "lr": run.scheduler.get_last_lr()[0], **report}, "train")
                 sums = DepthSums.zeros(recipe.head.depths, accelerator.device)
             bar.advance(1, " ".join(f"{k} {v:.3f}" for k, v in report.items()))
+            if recipe.train.checkpoint_every and step % recipe.train.checkpoint_every == 0:
+                checkpoints.save(accelerator, out / "checkpoints", step, recipe.train.keep_checkpoints)
             if step % every == 0 or step == run.steps:
                 best = evaluate(run, step, best, score, log)
-            if recipe.train.checkpoint_every and step % recipe.train.checkpoint_every == 0:
-                checkpoints.save(accelerator, out / "checkpoints", step, {"best": best}, recipe.train.keep_checkpoints)
+    steps = run.steps
+    accelerator.wait_for_everyone()
+    del run  # DDP's reducer holds the process group, and a gloo group that dies after end_training never joins its threads
+    accelerator.free_memory()
     accelerator.end_training()
-    return {"steps": run.steps, "best_tau": best, "head": str(out / "head"), **log.last}
+    return {"steps": steps, "best_tau": best, "head": str(out / "head"), **log.last}
 
 
 def start(recipe: Recipe) -> Accelerator:
@@ -283,12 +286,19 @@ def save_head(head: DraftHead, directory: Path) -> None:
 class Log:
     """metrics.jsonl, the tracker and a line on stderr; from the main process only."""
 
-    def __init__(self, accelerator: Accelerator, out: Path, recipe: Recipe, append: bool) -> None:
+    def __init__(self, accelerator: Accelerator, out: Path, recipe: Recipe, resumed_at: int | None) -> None:
         self.accelerator = accelerator
         self.file = out / "metrics.jsonl"
         self.last: dict[str, Any] = {}
-        if accelerator.is_main_process and not append:
-            self.file.write_text("")
+        kept: list[dict[str, Any]] = []
+        if resumed_at is not None and self.file.exists():  # what came after the checkpoint will come again
+            kept = [row for row in map(json.loads, self.file.read_text().splitlines()) if row["step"] <= resumed_at]
+        held_out = [row for row in kept if row["part"] == "held_out"]
+        self.evaluated = {row["step"] for row in held_out}
+        self.best: float | None = max((row.get("tau", row["tau_sim"]) for row in held_out), default=None)
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            self.file.write_text("".join(json.dumps(row) + "\n" for row in kept))
         if recipe.train.tracker == "wandb":
             import wandb
 
