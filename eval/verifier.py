@@ -65,6 +65,7 @@ def generate(
     ``none`` this is plain decoding. Raises UserError for a prompt that leaves no room in the target's context.
     """
     check(target, head, prompt, shape)
+    shape = shape if head else NONE
     budget = min(max_new, target.max_positions - len(prompt))
     taps = head.config.taps if head else []
     state = head.new_state() if head else None
@@ -110,7 +111,9 @@ def check(target: Target, head: DraftHead | None, prompt: list[int], shape: Shap
     if len(prompt) >= target.max_positions:
         raise UserError(f"the prompt has {len(prompt)} tokens and {target.name}'s context {target.max_positions}: shorten it.")
     if head is not None and head.deepest is not None and max(shape.depths) > head.deepest:
-        raise UserError(f"the draft shape {shape.name} is deeper than this {head.kind} head's {head.deepest} depths: shorten it.")
+        raise UserError(
+            f"the draft shape {shape.name} is deeper than this {head.kind} head's {head.deepest} depths: shorten it."
+        )
 
 
 def ancestry(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -157,7 +160,9 @@ def matching(children: list[int], tokens: list[int], token: int) -> int | None:
     return next((child for child in children if tokens[child - 1] == token), None)
 
 
-def reject(p: Tensor, q: Tensor, children: list[int], tokens: list[int], generator: torch.Generator | None) -> tuple[int | None, int]:
+def reject(
+    p: Tensor, q: Tensor, children: list[int], tokens: list[int], generator: torch.Generator | None
+) -> tuple[int | None, int]:
     """Try sampled siblings in the order they were drawn: the accepted child and its token, or None and a residual token.
 
     p [V] is the target's row, q [V] the draft's; both are changed along the way.

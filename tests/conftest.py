@@ -1,5 +1,6 @@
 """A tokenizer and a target small enough to build in every test."""
 
+import copy
 import string
 from collections.abc import Callable
 from typing import Any
@@ -97,3 +98,17 @@ def tiny_target() -> Target:
         max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
     return Target(LlamaForCausalLM(config).float(), build_tokenizer(), "tiny")
+
+
+@pytest.fixture(scope="session")
+def lively_target(tiny_target: Target) -> Target:
+    """The tiny target with larger weights and no end token: its greedy texts wander instead of repeating one token."""
+    config = copy.deepcopy(tiny_target.config)
+    config.eos_token_id = None
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.4) if parameter.ndim > 1 else parameter.add_(torch.randn_like(parameter) * 0.3)
+    model.generation_config.eos_token_id = None
+    return Target(model, None, "lively")
