@@ -132,4 +132,5 @@ def divergence(target: Target, prompt: list[int], ours: list[int], plain: list[i
     ids = torch.tensor(prompt + plain[:at], device=target.device)
     logits, _ = target.prefill(ids, target.new_cache(), [])
     best = logits.float().topk(2)
-    return {"token": at, "ours": ours[at : at + 1], "plain": plain[at : at + 1], "margin": float(best.values[0] - best.values[1])}
+    margin = float(best.values[0] - best.values[1])
+    return {"token": at, "ours": ours[at : at + 1], "plain": plain[at : at + 1], "margin": margin}

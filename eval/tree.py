@@ -6,6 +6,7 @@ from ..errors import UserError
 from ..heads.base import Shape
 
 NONE = Shape("none", (), ())
+HINT = "write none, chain:5, tree:4x2x1 or a list of paths [[0],[1],[0,0]]"
 
 
 def chain(length: int) -> Shape:
@@ -45,8 +46,8 @@ def parse(text: str) -> Shape:
         if text.startswith("["):
             return from_paths([tuple(path) for path in json.loads(text)], "tree:paths")
     except (ValueError, TypeError) as error:
-        raise UserError(f"--tree {text!r} cannot be read ({error}): write none, chain:5, tree:4x2x1 or [[0],[1],[0,0]].") from error
-    raise UserError(f"--tree {text!r} is no draft shape: write none, chain:5, tree:4x2x1 or a list of paths [[0],[1],[0,0]].")
+        raise UserError(f"--tree {text!r} cannot be read ({error}): {HINT}.") from error
+    raise UserError(f"--tree {text!r} is no draft shape: {HINT}.")
 
 
 def positive(text: str) -> int:

@@ -15,6 +15,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -78,7 +79,7 @@ class Shape:
     parents: tuple[int, ...]
     ranks: tuple[int, ...]
 
-    @property
+    @cached_property
     def depths(self) -> tuple[int, ...]:
         """The depth of every node, root included: [nodes + 1]."""
         found = [0]
@@ -94,10 +95,17 @@ class Shape:
         """The nodes at a depth."""
         return [node for node, d in enumerate(self.depths) if d == depth]
 
-    def children(self, node: int) -> list[int]:
+    @cached_property
+    def families(self) -> tuple[tuple[int, ...], ...]:
+        """The children of every node, root included, best rank first: [nodes + 1]."""
+        found: list[list[int]] = [[] for _ in self.depths]
+        for node, parent in enumerate(self.parents, start=1):
+            found[parent].append(node)
+        return tuple(tuple(sorted(own, key=lambda node: self.ranks[node - 1])) for own in found)
+
+    def children(self, node: int) -> tuple[int, ...]:
         """The children of a node, best rank first."""
-        own = [n + 1 for n, parent in enumerate(self.parents) if parent == node]
-        return sorted(own, key=lambda n: self.ranks[n - 1])
+        return self.families[node]
 
     def cut(self, depth: int) -> "Shape":
         """The same shape without the nodes deeper than ``depth``."""

@@ -26,7 +26,7 @@ def verifier_score(recipe: Recipe) -> Score | None:
     shape = parse(recipe.eval.tree)
 
     def score(target: Target, head: DraftHead) -> float:
-        result = measure(target, head, prompts, shape, recipe.eval.max_new_tokens, baseline=0)
+        result = measure(target, head, prompts, shape, recipe.eval.max_new_tokens, baseline=0, show=True)
         return result["tau"]
 
     return score

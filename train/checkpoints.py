@@ -9,7 +9,7 @@ from ..errors import UserError
 
 
 def save(accelerator: Any, folder: Path, step: int, keep: int) -> None:
-    """Write ``folder``/step-N with weights, optimizer, scheduler and RNG, beside and renamed; drop the oldest beyond ``keep``."""
+    """Write ``folder``/step-N with weights, optimizer, scheduler and RNG, beside and renamed; keep ``keep``."""
     partial, whole = folder / f".step-{step}", folder / f"step-{step}"
     accelerator.save_state(str(partial))
     if accelerator.is_main_process:

@@ -24,6 +24,7 @@ from ..data.vocab import DraftVocabulary, choose, count_tokens, special_ids
 from ..errors import UserError
 from ..heads.base import DraftHead, supervised
 from ..heads.kinds import KINDS, load_head
+from ..outputs import refuse_existing
 from ..recipes.schema import Recipe
 from ..target import Target
 from . import checkpoints
@@ -31,6 +32,8 @@ from .metrics import DepthSums
 from .objectives import LOSSES
 from .provenance import write_run
 from .step import depth_sums
+
+MISMATCH = 0.8  # the verifier's τ may fall this far below the simulated one on a few prompts by chance
 
 Score = Callable[[Target, DraftHead], float]  # a head's τ by the verifier
 
@@ -43,8 +46,12 @@ def train(recipe: Recipe, score: Score | None = None, resume: bool = False, forc
     """
     accelerator = start(recipe)
     out = Path(recipe.output)
-    claim(accelerator, out, resume, force)
+    if resume and not out.is_dir():
+        raise UserError(f"{out} does not exist, so there is nothing to resume: start without --resume.")
+    if not resume:
+        refuse_existing(out, force)
     run = prepare(recipe, accelerator, out, resume)
+    claim(accelerator, out, resume)
     write_run(run.accelerator, recipe, run.target, run.dropped, out)
     done = checkpoints.resume(accelerator, out / "checkpoints") if resume else 0
     log = Log(accelerator, out, recipe, done if resume else None)
@@ -89,12 +96,8 @@ def start(recipe: Recipe) -> Accelerator:
     )
 
 
-def claim(accelerator: Accelerator, out: Path, resume: bool, force: bool) -> None:
-    """Make the run directory; refuse one that exists, unless the run goes on in it (resume) or replaces it (force)."""
-    if resume and not out.is_dir():
-        raise UserError(f"{out} does not exist, so there is nothing to resume: start without --resume.")
-    if not resume and out.exists() and not force:
-        raise UserError(f"{out} exists: choose another output, or pass --resume to go on or --force to replace it.")
+def claim(accelerator: Accelerator, out: Path, resume: bool) -> None:
+    """Make the run directory, empty unless the run goes on in it. Called once everything that can be refused has been read."""
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         if out.exists() and not resume:
@@ -188,10 +191,12 @@ class Run:
         sums = DepthSums.zeros(self.recipe.head.depths, self.accelerator.device)
         rows, size = list(range(len(self.held_out.examples))), self.recipe.train.batch_size
         self.head.eval()
-        for first in range(0, len(rows), size):
-            for batch in self.micro_batches(self.held_out, rows[first : first + size]):
-                with self.accelerator.autocast():
-                    sums.add(self.losses(batch)[1])
+        with Progress("held-out", len(rows), show=self.accelerator.is_main_process) as bar:
+            for first in range(0, len(rows), size):
+                for batch in self.micro_batches(self.held_out, rows[first : first + size]):
+                    with self.accelerator.autocast():
+                        sums.add(self.losses(batch)[1])
+                bar.advance(size)
         self.head.train()
         return sums
 
@@ -226,13 +231,15 @@ def prepare(recipe: Recipe, accelerator: Accelerator, out: Path, resume: bool) -
         head = kind.create(target, options, recipe.head.taps, recipe.head.depths, vocabulary.target_ids)
     if accelerator.is_main_process:
         note(f"{len(examples)} conversations, dropped {dropped or 'none'}; held out {len(held_out)}")
-        note(f"draft vocabulary {len(vocabulary.d2t)} of {target.vocab_size}: covers {vocabulary.coverage:.2%} of the supervised tokens")
+        share_inside = f"covers {vocabulary.coverage:.2%} of the supervised tokens"
+        note(f"draft vocabulary {len(vocabulary.d2t)} of {target.vocab_size}: {share_inside}")
     optimizer = torch.optim.AdamW(
         head.parameters(), lr=recipe.train.lr, betas=recipe.train.betas, weight_decay=recipe.train.weight_decay
     )
     wrapped, optimizer = accelerator.prepare(head, optimizer)
     sources = [OnlineFeatures(target, part, head.config.taps, recipe.data.remember_features) for part in (examples, held_out)]
-    run = Run(recipe, accelerator, target, wrapped, optimizer, None, *sources, vocabulary, {"train": dropped, "held_out": held_out_dropped}, out)
+    all_dropped = {"train": dropped, "held_out": held_out_dropped}
+    run = Run(recipe, accelerator, target, wrapped, optimizer, None, *sources, vocabulary, all_dropped, out)
     # not prepared: accelerate would step it once per process, and our step is already global
     run.scheduler = get_scheduler(
         "cosine_with_min_lr",
@@ -265,6 +272,11 @@ def evaluate(run: Run, step: int, best: float | None, score: Score | None, log: 
     if head is not None:
         if score is not None:
             report["tau"] = score(run.target, head)
+            if report["tau"] < MISMATCH * report["tau_sim"]:
+                note(
+                    f"train/serve mismatch: the verifier finds τ {report['tau']:.2f} where teacher forcing promises "
+                    f"{report['tau_sim']:.2f}; look at the chat template, the loss mask and the taps."
+                )
         current = report.get("tau", report["tau_sim"])
         if best is None or current > best:
             best = current

@@ -12,7 +12,10 @@ from torch import Tensor
 
 
 def kl(logits: Tensor, p: Tensor, labels: Tensor) -> Tensor:
-    """Forward KL(p' || q) [rows], p' being p restricted to the draft vocabulary and renormalised. Same gradients as EAGLE-3's soft cross-entropy."""
+    """Forward KL(p' || q) [rows], p' being p restricted to the draft vocabulary and renormalised.
+
+    Its gradients are those of EAGLE-3's soft cross-entropy.
+    """
     restricted = p / p.sum(-1, keepdim=True).clamp_min(1e-20)
     return (restricted * (restricted.clamp_min(1e-20).log() - logits.log_softmax(-1))).sum(-1)
 

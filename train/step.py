@@ -10,7 +10,6 @@ from ..target import Target
 from .metrics import DepthSums
 from .objectives import Loss
 
-
 CHUNK = 128  # teacher rows at a time: a whole batch's rows over the whole vocabulary would not fit any cache
 
 
