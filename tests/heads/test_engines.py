@@ -221,7 +221,8 @@ def test_medusa_reduced_vocabulary_drafts_the_same_tokens(tmp_path: Path) -> Non
 @pytest.mark.parametrize("flag", [None, "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"])
 def test_eagle3_round_trip(engine: str, flag: str | None, tmp_path: Path) -> None:
     target = llama()
-    head = eagle3(target, **({flag: True} if flag else {}))
+    options: dict[str, Any] = {flag: True} if flag else {}
+    head = eagle3(target, **options)
     again = read(engine, "eagle3", export(head, target, engine, tmp_path / "out", draft_length=3), target)
     same_everywhere(head, again, target)
     assert again.config.layer == head.config.layer and again.config.taps == head.config.taps
@@ -263,8 +264,8 @@ def test_medusa_round_trip(options: dict, tmp_path: Path) -> None:
 
 
 def test_bfloat16_target_and_head_keep_their_dtypes(tmp_path: Path) -> None:
-    model = LlamaForCausalLM(LlamaConfig(**SIZES)).to(torch.bfloat16)
-    target = Target(model, None, "tiny")
+    model: Any = LlamaForCausalLM(LlamaConfig(**SIZES))
+    target = Target(model.to(torch.bfloat16), None, "tiny")
     head = eagle3(target).to(torch.bfloat16)
     out = export(head, target, "vllm", tmp_path / "out", draft_length=3)
     assert load_file(out / "model.safetensors")["fc.weight"].dtype == torch.bfloat16

@@ -1,0 +1,357 @@
+"""Does a serving engine accept exactly what our verifier accepts? `make parity` asks vLLM on a CPU, in its own environment.
+
+Heads are over-fitted on the target's own answers to the prompts (good) and spoilt with noise on their weights (middling,
+bad), exported, and decoded by both sides: float32, greedy, the same prompts and draft length. The number of drafts, the
+accepted count at every position and the text must be equal, prompt by prompt; only a near-tie of the target, shown with
+its margin, excuses a prompt. Leaves runs/parity/report.json; exits with status 1 unless everything is equal.
+"""
+
+import argparse
+import copy
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.nn.functional import cross_entropy
+
+from draftsmith.console import Progress, note
+from draftsmith.data.chat import Encoded
+from draftsmith.data.features import OnlineFeatures
+from draftsmith.data.vocab import choose, count_tokens, special_ids
+from draftsmith.errors import UserError
+from draftsmith.eval.harness import NEAR_TIE, divergence
+from draftsmith.eval.prompts import read_prompts
+from draftsmith.eval.tree import chain
+from draftsmith.eval.verifier import Generation, generate
+from draftsmith.fetch import DEMO_TARGET, local_path
+from draftsmith.heads.base import DraftHead
+from draftsmith.heads.eagle3 import Eagle3Head, Eagle3Options
+from draftsmith.heads.engines.registry import export, exports
+from draftsmith.heads.kinds import load_head
+from draftsmith.heads.medusa import MedusaHead, MedusaOptions
+from draftsmith.target import Target
+
+ROOT = Path(__file__).resolve().parent.parent
+LONGEST_PROMPT = 96  # tokens: the engine's float32 decoding on a CPU is slow
+DRAFT_VOCABULARY = 2048
+LENGTHS = {"eagle3": 5, "medusa": 4}
+STEPS = {"eagle3": 45, "medusa": 120}
+NOISE = {"eagle3": {"middling": 0.45, "bad": 0.7}, "medusa": {"middling": 0.75, "bad": 1.3}}  # in standard deviations
+
+
+@dataclass
+class Case:
+    """One head on both sides. ``length`` is the chain that is drafted."""
+
+    name: str
+    head: DraftHead
+    engine: str
+    length: int
+
+
+def main() -> int:
+    arguments = parse()
+    threads = os.cpu_count() or 2
+    torch.set_num_threads(min(arguments.threads, threads))
+    target = Target.load(arguments.target, dtype="float32")
+    prompts = read_ids(target, arguments.prompts_file, arguments.prompts)
+    answers = greedy_answers(target, prompts, arguments.max_new)
+    cases = make_cases(arguments, target, prompts, answers)
+    torch.set_num_threads(1)  # from here on the engine runs beside us
+    report: dict[str, Any] = {"heads": {}, "engine": {"name": "vllm", "version": None}}
+    report |= {"target": target.name, "prompts": len(prompts), "max_new": arguments.max_new, "dtype": "float32"}
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for case in cases:
+        note(f"{case.name}: {len(prompts)} prompts, chain of {case.length}, {case.engine} layout")
+        engine, ours = both(case, target, prompts, arguments)
+        report["heads"][case.name] = compare(case, target, prompts, ours, engine)
+        report["engine"]["version"] = engine["version"]
+        (arguments.out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    show(report)
+    return 0 if all(entry["equal"] for entry in report["heads"].values()) else 1
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Compare our acceptance counts with vLLM's.")
+    parser.add_argument(
+        "--heads", default="all", help="cases to run, by the beginning of their names, with commas (default: all)"
+    )
+    parser.add_argument("--head", type=Path, action="append", default=[], help="a trained head's directory, as one more case")
+    parser.add_argument("--target", default=DEMO_TARGET)
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--prompts-file", type=Path, default=ROOT / "recipes/demo/heldout.jsonl")
+    parser.add_argument("--max-new", type=int, default=32)
+    parser.add_argument("--threads", type=int, default=2, help="threads of the training (default: 2)")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs/parity")
+    parser.add_argument("--vllm-python", type=Path, default=ROOT / ".venv-vllm/bin/python")
+    arguments = parser.parse_args()
+    if not arguments.vllm_python.exists():
+        raise UserError(f"{arguments.vllm_python} does not exist: run make .venv-vllm/ready, or name --vllm-python.")
+    return arguments
+
+
+def read_ids(target: Target, path: Path, count: int) -> list[list[int]]:
+    """The first ``count`` prompts of the file that are short enough."""
+    found = [ids for prompt in read_prompts(path) if len(ids := prompt.ids(target)) <= LONGEST_PROMPT]
+    if len(found) < count:
+        raise UserError(f"{path} holds {len(found)} prompts of at most {LONGEST_PROMPT} tokens: pass --prompts {len(found)}.")
+    return found[:count]
+
+
+@torch.inference_mode()
+def greedy_answers(target: Target, prompts: list[list[int]], max_new: int) -> list[list[int]]:
+    """The target's answers, in one left-padded batch: to train on, not to compare with."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    seen = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    written = target.model.generate(
+        input_ids=ids, attention_mask=seen, max_new_tokens=max_new, do_sample=False, pad_token_id=next(iter(target.eos_ids))
+    )[:, width:]
+    answers = []
+    for row in written.tolist():
+        end = next((i for i, token in enumerate(row) if token in target.eos_ids), len(row) - 1)
+        answers.append(row[: end + 1])
+    return answers
+
+
+# -- the heads -----------------------------------------------------------------------------------------------------
+
+
+def make_cases(arguments: argparse.Namespace, target: Target, prompts: list[list[int]], answers: list[list[int]]) -> list[Case]:
+    """The wanted cases. A head is only trained when a case asks for it."""
+    examples = [
+        Encoded(np.array(prompt + answer, np.int32), np.array([False] * len(prompt) + [True] * len(answer)))
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    wanted = arguments.heads.split(",")
+    makers = {
+        "eagle3": partial(fit_eagle3, target, examples),
+        "medusa": partial(fit_medusa, target, examples),
+        "medusa-shared": lambda: share_lm_head(good.get("medusa") or fit_medusa(target, examples), target),
+    }
+    planned = [
+        *((f"eagle3/{quality}", "eagle3", quality, "vllm") for quality in ("good", "middling", "bad")),
+        ("eagle3-speculators/middling", "eagle3", "middling", "speculators"),
+        *((f"medusa/{quality}", "medusa", quality, "vllm") for quality in ("good", "middling", "bad")),
+        ("medusa-shared/good", "medusa-shared", "good", "vllm"),
+    ]
+    good: dict[str, DraftHead] = {}
+    cases = []
+    for name, maker, quality, engine in planned:
+        if wanted == ["all"] or any(name.startswith(beginning) for beginning in wanted):
+            if maker not in good:
+                good[maker] = makers[maker]()
+            head = good[maker]
+            spoilt = head if quality == "good" else spoil(head, NOISE[head.kind][quality])
+            cases.append(Case(name, spoilt, engine, LENGTHS[head.kind]))
+    for directory in arguments.head:
+        head = load_head(directory)
+        length = LENGTHS.get(head.kind, 5) if head.deepest is None else min(head.deepest, LENGTHS.get(head.kind, 5))
+        cases += [Case(f"{directory}/{engine}", head, engine, length) for engine in exports(head.kind)]
+    return cases
+
+
+def fit_eagle3(target: Target, examples: list[Encoded]) -> DraftHead:
+    torch.manual_seed(0)
+    head = Eagle3Head.create(target, Eagle3Options(), None, LENGTHS["eagle3"], draft_vocabulary(target, examples))
+    return fit(head, target, examples, STEPS["eagle3"], rate=1e-3)
+
+
+def fit_medusa(target: Target, examples: list[Encoded]) -> DraftHead:
+    """Own lm_heads, of the target's rows and frozen, over a reduced vocabulary; only the blocks learn."""
+    torch.manual_seed(0)
+    head = MedusaHead.create(target, MedusaOptions(), None, LENGTHS["medusa"], draft_vocabulary(target, examples))
+    head.lm_heads.requires_grad_(False)
+    return fit(head, target, examples, STEPS["medusa"], rate=2e-3)
+
+
+def share_lm_head(head: DraftHead, target: Target) -> DraftHead:
+    """The same blocks under the target's one lm_head, over its whole vocabulary."""
+    options = MedusaOptions(lm_head="shared")
+    shared = MedusaHead.create(target, options, None, head.config.depths, torch.arange(target.vocab_size))
+    shared.blocks.load_state_dict(head.get_submodule("blocks").state_dict())
+    return shared.eval()
+
+
+def draft_vocabulary(target: Target, examples: list[Encoded]) -> torch.Tensor:
+    counts = count_tokens(examples, target.vocab_size)
+    size = min(DRAFT_VOCABULARY, target.vocab_size)
+    return choose(counts, size, special_ids(target.tokenizer, target.eos_ids)).target_ids
+
+
+def fit(head: DraftHead, target: Target, examples: list[Encoded], steps: int, rate: float) -> DraftHead:
+    """Over-fit a head on the answers' own tokens: AdamW, eight answers at a time, on remembered features."""
+    source = OnlineFeatures(target, examples, head.config.taps, remember=True)
+    to_draft = torch.full((target.vocab_size,), -1).index_copy(0, head.target_ids, torch.arange(len(head.target_ids)))
+    optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=rate, weight_decay=0.0)
+    batches = [list(range(first, min(first + 8, len(examples)))) for first in range(0, len(examples), 8)]
+    head.train()
+    with Progress(f"over-fitting {head.kind}", steps) as bar:
+        for step in range(steps):
+            batch = source.batch(batches[step % len(batches)])
+            labels = to_draft[batch.ids].flatten()
+            depths = head(batch.ids, batch.mask, batch.features, target)
+            losses = [
+                cross_entropy(depth.logits, labels[depth.rows + 2 + i], ignore_index=-1) for i, depth in enumerate(depths)
+            ]
+            optimizer.zero_grad()
+            torch.stack(losses).sum().backward()
+            torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+            optimizer.step()
+            bar.advance(1, f"loss {losses[0].item():.2f}")
+    return head.eval()
+
+
+@torch.no_grad()
+def spoil(head: DraftHead, scale: float) -> DraftHead:
+    """A copy with seeded noise on every matrix, in units of that matrix's own standard deviation."""
+    head = copy.deepcopy(head)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in head.parameters():
+        if parameter.ndim == 2:
+            parameter += scale * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    return head
+
+
+# -- both sides ----------------------------------------------------------------------------------------------------
+
+
+def both(
+    case: Case, target: Target, prompts: list[list[int]], arguments: argparse.Namespace
+) -> tuple[dict[str, Any], list[Generation]]:
+    """The engine's result and ours, decoded at the same time on one core each."""
+    folder = arguments.out / "cases" / case.name.replace("/", "-")
+    folder.mkdir(parents=True, exist_ok=True)
+    exported = export(case.head, target, case.engine, folder / "head", case.length, force=True)
+    job = {
+        "target": str(Path(local_path(target.name))),
+        "head": str(exported.resolve()),
+        "method": case.head.kind,
+        "draft_length": case.length,
+        "prompts": prompts,
+        "max_tokens": arguments.max_new,
+    }
+    (folder / "job.json").write_text(json.dumps(job))
+    (folder / "result.json").unlink(missing_ok=True)
+    with open(folder / "engine.log", "w", encoding="utf-8") as log:
+        engine = subprocess.Popen(
+            [
+                str(arguments.vllm_python),
+                str(ROOT / "scripts/vllm_counts.py"),
+                str(folder / "job.json"),
+                str(folder / "result.json"),
+            ],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**engine_environment(), "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+        )
+        try:
+            ours = decode(case, target, prompts, arguments.max_new)
+            status = engine.wait()
+        finally:
+            engine.kill()
+    if status:
+        raise UserError(f"the engine failed on {case.name}: its last words are in {folder / 'engine.log'}.")
+    return json.loads((folder / "result.json").read_text()), ours
+
+
+def engine_environment() -> dict[str, str]:
+    """Ours without what would lead the engine's Python to our packages."""
+    return {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+
+
+def decode(case: Case, target: Target, prompts: list[list[int]], max_new: int) -> list[Generation]:
+    results = []
+    with Progress("decoding", len(prompts)) as bar:
+        for ids in prompts:
+            results.append(generate(target, case.head, ids, chain(case.length), max_new))
+            bar.advance()
+    return results
+
+
+def compare(
+    case: Case, target: Target, prompts: list[list[int]], ours: list[Generation], engine: dict[str, Any]
+) -> dict[str, Any]:
+    """One entry of the report's ``heads``. Prompts whose texts part at a near-tie are named and left out of the counts."""
+    kept, ties, unequal = [], [], []
+    texts_equal = 0
+    for i, (own, theirs) in enumerate(zip(ours, engine["prompts"], strict=True)):
+        same_text = own.tokens == theirs["tokens"]
+        texts_equal += same_text
+        counts = (len(own.accepted), accepted(own, case.length))
+        if not same_text and (tie := divergence(target, prompts[i], own.tokens, theirs["tokens"]))["margin"] < NEAR_TIE:
+            ties.append({"prompt": i, **tie})
+            continue
+        kept.append(i)
+        if not same_text or counts != (theirs["drafts"], theirs["accepted"]):
+            unequal.append(
+                {"prompt": i, "ours": counts, "engine": (theirs["drafts"], theirs["accepted"]), "texts_equal": same_text}
+            )
+    mine = total([accepted(ours[i], case.length) for i in kept], case.length)
+    other = total([engine["prompts"][i]["accepted"] for i in kept], case.length)
+    drafts = sum(len(ours[i].accepted) for i in kept)
+    engine_drafts = sum(engine["prompts"][i]["drafts"] for i in kept)
+    pairs = [(drafts, engine_drafts), *zip(mine, other, strict=True)]
+    return {
+        "equal": not unequal,
+        "drafts": drafts,
+        "engine_drafts": engine_drafts,
+        "ours": mine,
+        "engine": other,
+        "max_rel_diff": max(abs(a - b) / max(b, 1) for a, b in pairs),
+        "texts_equal": texts_equal,
+        "texts_total": len(prompts),
+        "layout": case.engine,
+        "draft_length": case.length,
+        "near_ties": ties,
+        "unequal": unequal,
+        "seconds": {"engine": engine["seconds"], "engine_load": engine["load_seconds"]},
+    }
+
+
+def accepted(generation: Generation, length: int) -> list[int]:
+    """How many drafts were accepted at position 1, 2, ..."""
+    return [sum(a > position for a in generation.accepted) for position in range(length)]
+
+
+def total(rows: list[list[int]], length: int) -> list[int]:
+    return [sum(row[position] for row in rows) for position in range(length)]
+
+
+def show(report: dict[str, Any]) -> None:
+    table = Table(title=f"vLLM {report['engine']['version']} and draftsmith: {report['prompts']} prompts, float32, greedy")
+    for column in ("head", "layout", "drafts", "accepted at 1, 2, …", "engine's", "texts", "ties", ""):
+        table.add_column(column, no_wrap=True)
+    for name, entry in report["heads"].items():
+        table.add_row(
+            name,
+            entry["layout"],
+            f"{entry['drafts']} / {entry['engine_drafts']}",
+            " ".join(map(str, entry["ours"])),
+            " ".join(map(str, entry["engine"])),
+            f"{entry['texts_equal']} of {entry['texts_total']}",
+            str(len(entry["near_ties"])),
+            "equal" if entry["equal"] else "DIFFERENT",
+        )
+    Console(width=max(Console().width, 120)).print(table)
+
+
+if __name__ == "__main__":
+    start = time.perf_counter()
+    try:
+        status = main()
+    except UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    note(f"{time.perf_counter() - start:.0f} s")
+    sys.exit(status)
