@@ -1,4 +1,5 @@
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -46,7 +47,7 @@ def test_batches_hold_rows_of_like_length_in_random_order() -> None:
     padded = sum(max(LENGTHS[row] for row in batch) * len(batch) for batch in plan)
     assert padded < 1.1 * sum(LENGTHS)
     longest = [max(LENGTHS[row] for row in batch) for batch in plan]
-    rising = sum(b > a for a, b in zip(longest, longest[1:], strict=False))
+    rising = sum(b > a for a, b in pairwise(longest))
     assert 0.35 < rising / len(longest) < 0.65
     assert epoch_plan([], 4, 0, 0) == []
 

@@ -88,7 +88,7 @@ def test_a_template_without_a_safe_span_is_refused(tiny_tokenizer_factory: Any, 
 
 
 def test_no_chat_template(tiny_tokenizer_factory: Any) -> None:
-    sentence = "no chat template: set tokenizer.chat_template and save the tokenizer with the target"
+    sentence = "no chat template: set tokenizer.chat_template and save it with the target"
     with pytest.raises(UserError, match=sentence):
         encode(chat("hi", "hello"), tiny_tokenizer_factory("none"), None)
     with pytest.raises(UserError, match=sentence):
