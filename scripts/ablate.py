@@ -29,16 +29,13 @@ CHOICES = {
     "taps 2, 15, 27 (EAGLE-3's rule)": ["head.taps=[2,15,27]"],
     "loss: kl": ["objective.loss=kl"],
     "loss: ce on the data's token": ["objective.loss=ce"],
-    "lr 5e-4": ["train.lr=5.0e-4"],
-    "lr 2e-3": ["train.lr=2.0e-3"],
+    "lr 1e-3": ["train.lr=1.0e-3"],
+    "lr 4e-3": ["train.lr=4.0e-3"],
     "depth_decay 0.6": ["objective.depth_decay=0.6"],
-    "depth_decay 1.0": ["objective.depth_decay=1.0"],
-    "depths 2": ["head.depths=2"],
     "norm_output": ["head.options.norm_output=true"],
     "fc_norm": ["head.options.fc_norm=true"],
     "norm_before_residual": ["head.options.norm_before_residual=true"],
     "draft vocabulary 2048": ["head.draft_vocab=2048"],
-    "draft vocabulary 8192": ["head.draft_vocab=8192"],
     "Medusa-1, four heads": ["head.kind=medusa", "head.depths=4", "head.options={}", "head.taps=null"],
 }
 
