@@ -26,6 +26,8 @@ def full(widths: list[int]) -> Shape:
 
 def from_paths(paths: list[tuple[int, ...]], name: str) -> Shape:
     """A tree from Medusa's notation: a path (c1, c2) is the c2-th choice (0 is best) below the c1-th choice of the root."""
+    if not paths or not all(isinstance(rank, int) and rank >= 0 for path in paths for rank in path):
+        raise UserError("a tree is a list of paths, and a path a list of ranks from 0 on: write [[0],[1],[0,0]].")
     ordered = sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
     index = {path: node for node, path in enumerate([(), *ordered])}
     for path in ordered:

@@ -1,7 +1,7 @@
 """Speculative decoding that loses nothing: draft, verify in one target pass, keep what the target would have written."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -156,12 +156,12 @@ def accept(logits: Tensor, draft: Draft, sampling: Sampling, generator: torch.Ge
         path.append(child)
 
 
-def matching(children: list[int], tokens: list[int], token: int) -> int | None:
+def matching(children: Sequence[int], tokens: list[int], token: int) -> int | None:
     return next((child for child in children if tokens[child - 1] == token), None)
 
 
 def reject(
-    p: Tensor, q: Tensor, children: list[int], tokens: list[int], generator: torch.Generator | None
+    p: Tensor, q: Tensor, children: Sequence[int], tokens: list[int], generator: torch.Generator | None
 ) -> tuple[int | None, int]:
     """Try sampled siblings in the order they were drawn: the accepted child and its token, or None and a residual token.
 

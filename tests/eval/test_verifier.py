@@ -1,0 +1,465 @@
+"""Losslessness: the greedy text is the library's own, and sampled texts have the target's exact distribution."""
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import scipy.stats
+import torch
+from pydantic import BaseModel
+from torch import Tensor
+
+from draftsmith.errors import UserError
+from draftsmith.eval import verifier
+from draftsmith.eval.tree import NONE, chain, full, parse
+from draftsmith.eval.verifier import Generation, generate, truncate
+from draftsmith.heads import base
+from draftsmith.heads.base import DraftHead, HeadConfig, Shape, TargetIdentity
+from draftsmith.heads.kinds import KINDS
+from draftsmith.sampling import GREEDY, Sampling, probabilities
+from draftsmith.target import Features, Target
+
+# -- greedy: token for token, on a real model ------------------------------------------------------------------
+
+SHAPES = [
+    "chain:1",
+    "chain:2",
+    "chain:3",
+    "chain:4",
+    "chain:5",
+    "tree:3x2x1",
+    "[[0],[1],[2],[0,0],[0,1],[1,0],[0,0,0],[0,0,0,0]]",
+]
+GRID = [("eagle3", shape) for shape in SHAPES] + [("medusa", shape) for shape in SHAPES if shape != "chain:5"]
+
+
+def random_head(kind: str, target: Target, depths: int = 4) -> DraftHead:
+    torch.manual_seed(0)
+    options = KINDS[kind].Options.model_validate({"init_lm_head": "random"})
+    return KINDS[kind].create(target, options, None, depths, torch.arange(0, 128, 2)).eval()
+
+
+def random_prompts(count: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 20, (count,), generator=generator).tolist()
+    return [torch.randint(3, 111, (length,), generator=generator).tolist() for length in [1, *lengths[1:]]]
+
+
+@torch.no_grad()
+def library_text(target: Target, prompt: list[int], new: int, eos: list[int] | None = None) -> list[int]:
+    """The greedy continuation by transformers' generate, end token included."""
+    ids = torch.tensor([prompt])
+    stop: Any = {"eos_token_id": eos} if eos else {}
+    out = target.model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, pad_token_id=0, **stop
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+NEW = 10
+PROMPTS = random_prompts(50)
+
+
+@pytest.fixture(scope="module")
+def texts(lively_target: Target) -> list[list[int]]:
+    return [library_text(lively_target, prompt, NEW) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(("kind", "shape"), GRID)
+def test_case_20a_greedy_text_is_the_librarys(lively_target: Target, texts: list[list[int]], kind: str, shape: str) -> None:
+    head = random_head(kind, lively_target)
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        result = generate(lively_target, head, prompt, parse(shape), NEW)
+        assert result.tokens == text and not result.ended
+        assert sum(result.accepted) + len(result.accepted) + 1 >= NEW
+
+
+class EmptyOptions(BaseModel):
+    pass
+
+
+class TestDraftHead(DraftHead):
+    """A head for tests: ``begin`` and ``deepen`` come from a function of (rows committed, drafted path) to logits [V]."""
+
+    __test__ = False
+    kind, Options = "test", EmptyOptions
+
+    def __init__(self, vocab: int, target_ids: Tensor, taps: list[int] | None = None) -> None:
+        identity = TargetIdentity(name="t", fingerprint="", architecture="", depth=1, hidden_size=1, vocab_size=vocab)
+        super().__init__(HeadConfig(kind="test", target=identity, taps=taps or [], depths=1, draft_vocab_size=len(target_ids)))
+        self.target_ids.copy_(target_ids)
+
+    @classmethod
+    def default_taps(cls, target: Target) -> list[int]:
+        return []
+
+    def initialize(self, target: Target) -> None: ...
+
+    def forward(self, *_: Any) -> list:
+        return []
+
+    def logits(self, committed: list[int], path: list[int]) -> Tensor:
+        raise NotImplementedError
+
+    def new_state(self) -> dict:
+        return {"committed": [], "paths": {}}
+
+    def begin(self, state: dict, features: Features, tokens: Tensor, target: Target) -> Tensor:
+        assert len(features.last) == len(tokens)  # every committed row comes once, with the token behind it
+        state["committed"] += tokens.tolist()
+        state["paths"] = {0: []}
+        return self.logits(state["committed"], [])[self.target_ids][None]
+
+    def deepen(self, state: dict, nodes: list[int], tokens: Tensor, shape: Shape, target: Target) -> Tensor:
+        rows = []
+        for node, token in zip(nodes, tokens.tolist(), strict=True):
+            state["paths"][node] = [*state["paths"][shape.parents[node - 1]], token]
+            rows.append(self.logits(state["committed"], state["paths"][node])[self.target_ids])
+        return torch.stack(rows)
+
+
+class Oracle(TestDraftHead):
+    """Knows the target's text and says it with a chance of one half, else puts it on another rank."""
+
+    def __init__(self, text: list[int], seed: int = 0) -> None:
+        super().__init__(128, torch.arange(128), taps=[1, 3])
+        self.text, self.generator = text, torch.Generator().manual_seed(seed)
+        self.read: list[Features] = []
+
+    def begin(self, state: dict, features: Features, tokens: Tensor, target: Target) -> Tensor:
+        self.read.append(features)
+        return super().begin(state, features, tokens, target)
+
+    def logits(self, committed: list[int], path: list[int]) -> Tensor:
+        row = torch.rand(128, generator=self.generator)
+        row[(self.text + [0] * 9)[len(committed) + len(path)]] += float(torch.rand((), generator=self.generator) < 0.5) - 0.005
+        return row
+
+
+def known(prompt: list[int], text: list[int]) -> list[int]:
+    """What a head's committed tokens and drafts will be: everything behind the prompt's first token."""
+    return [*prompt[1:], *text]
+
+
+@pytest.mark.parametrize("shape", ["chain:1", "chain:3", "chain:5", "tree:3x2x1", "tree:2x2x2x1"])
+def test_greedy_text_with_half_of_the_drafts_accepted(lively_target: Target, texts: list[list[int]], shape: str) -> None:
+    proposed = accepted = 0
+    for i, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True)):
+        result = generate(lively_target, Oracle(known(prompt, text), i), prompt, parse(shape), NEW)
+        assert result.tokens == text
+        assert all(0 <= a <= p == max(parse(shape).depths) for a, p in zip(result.accepted, result.proposed, strict=True))
+        proposed, accepted = proposed + len(result.accepted), accepted + sum(a > 0 for a in result.accepted)
+    assert 0.3 < accepted / proposed < 0.7
+
+
+def test_the_head_reads_the_features_of_the_accepted_path(lively_target: Target, texts: list[list[int]]) -> None:
+    for prompt, text in zip(PROMPTS[:10], texts, strict=False):
+        head = Oracle(known(prompt, text))
+        generate(lively_target, head, prompt, full([3, 2, 2]), NEW)
+        plain = lively_target.features(torch.tensor([prompt + text]), head.config.taps)
+        for part in ("taps", "last"):
+            rows = torch.cat([getattr(features, part) for features in head.read])
+            assert len(rows) >= len(prompt) + 3
+            torch.testing.assert_close(rows, getattr(plain, part)[0, : len(rows)], atol=1e-4, rtol=1e-4)
+
+
+class Sure(Oracle):
+    """Knows the text and says it."""
+
+    def logits(self, committed: list[int], path: list[int]) -> Tensor:
+        row = torch.zeros(128)
+        row[(self.text + [0] * 9)[len(committed) + len(path)]] = 1
+        return row
+
+
+def sure_run(target: Target, prompt: list[int], shape: str, new: int) -> tuple[list[int], Generation]:
+    """A long text by the library, and ours with a head that knows it."""
+    text = library_text(target, prompt, 20)
+    return text, generate(target, Sure(known(prompt, text)), prompt, parse(shape), new)
+
+
+@pytest.mark.parametrize("shape", ["chain:4", "tree:2x2x1x1"])
+@pytest.mark.parametrize("new", [1, 2, 3, 5, 6, 8])
+def test_the_budget_ends_inside_a_draft(lively_target: Target, shape: str, new: int) -> None:
+    text, result = sure_run(lively_target, PROMPTS[1], shape, new)
+    assert result.tokens == text[:new] and not result.ended
+    passes = -(-(new - 1) // 5)
+    assert result.accepted == result.proposed == [4] * passes  # counted before the cut, as vLLM counts
+
+
+@pytest.mark.parametrize("shape", ["chain:4", "tree:2x2x1x1"])
+@pytest.mark.parametrize("at", range(8))
+def test_an_end_token_inside_an_accepted_draft(
+    lively_target: Target, monkeypatch: pytest.MonkeyPatch, shape: str, at: int
+) -> None:
+    text = library_text(lively_target, PROMPTS[1], 20)
+    at = text.index(text[at])
+    monkeypatch.setattr(lively_target, "eos_ids", frozenset([text[at], 127]))
+    assert library_text(lively_target, PROMPTS[1], 20, eos=[text[at], 127]) == text[: at + 1]
+    _, result = sure_run(lively_target, PROMPTS[1], shape, 20)
+    assert result.tokens == text[: at + 1] and result.ended
+    assert result.accepted == [4] * -(-at // 5)
+
+
+def test_end_tokens_with_random_heads(lively_target: Target, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    eos = [texts[0][4], texts[1][6], texts[2][2]]
+    monkeypatch.setattr(lively_target, "eos_ids", frozenset(eos))
+    ended = 0
+    for prompt in PROMPTS[:15]:
+        result = generate(lively_target, random_head("eagle3", lively_target), prompt, full([2, 2]), NEW)
+        assert result.tokens == library_text(lively_target, prompt, NEW, eos)
+        assert result.ended == (result.tokens[-1] in eos)
+        ended += result.ended
+    assert ended >= 3
+
+
+@pytest.mark.parametrize("shape", ["none", "chain:3", "tree:2x2x1"])
+@pytest.mark.parametrize("room", [1, 2, 3, 5])
+def test_the_context_limit_cuts_drafts_and_text(
+    lively_target: Target, monkeypatch: pytest.MonkeyPatch, shape: str, room: int
+) -> None:
+    """The target has 64 positions: a prompt of 64 - room leaves room for that many tokens, whatever was asked."""
+    prompt = (PROMPTS[3] * 64)[: 64 - room]
+    expected = library_text(lively_target, prompt, room)
+    verify, furthest = lively_target.verify, [0]
+    monkeypatch.setattr(lively_target, "verify", lambda t, at, *rest: furthest.append(int(at.max())) or verify(t, at, *rest))
+    for head in (random_head("eagle3", lively_target), Sure(known(prompt, expected))):
+        result = generate(lively_target, head, prompt, parse(shape), 30)
+        assert result.tokens == expected and not result.ended
+    assert max(furthest) < 64
+
+
+def test_what_cannot_be_decoded_is_refused(lively_target: Target) -> None:
+    medusa = random_head("medusa", lively_target, depths=2)
+    with pytest.raises(UserError, match="context 64"):
+        generate(lively_target, None, [5] * 64, NONE, 1)
+    with pytest.raises(UserError, match="no tokens"):
+        generate(lively_target, None, [], NONE, 1)
+    for shape in (chain(3), full([1, 1, 1])):
+        with pytest.raises(UserError, match="deeper than this medusa head's 2 depths"):
+            generate(lively_target, medusa, [5], shape, 4)
+    assert len(generate(lively_target, medusa, [5], chain(2), 4).tokens) == 4
+
+
+@pytest.mark.parametrize("shape", [NONE, chain(3)])
+def test_without_a_head_decoding_is_plain(lively_target: Target, texts: list[list[int]], shape: Shape) -> None:
+    for prompt, text in zip(PROMPTS[:5], texts, strict=False):
+        result = generate(lively_target, None, prompt, shape, NEW)
+        assert result.tokens == text and result.accepted == result.proposed == []
+    head = random_head("eagle3", lively_target)
+    result = generate(lively_target, head, PROMPTS[0], NONE, NEW)
+    assert result.tokens == texts[0] and result.accepted == []
+
+
+def test_every_pass_reads_only_new_tokens(lively_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One verify pass per step, one catch-up of the head per step, and no prefix read twice."""
+    text = library_text(lively_target, PROMPTS[1], 20)
+    head, seen = Sure(known(PROMPTS[1], text)), []
+    verify, begin = lively_target.verify, head.begin
+    monkeypatch.setattr(
+        lively_target, "verify", lambda tokens, *rest: seen.append(("verify", len(tokens))) or verify(tokens, *rest)
+    )
+    monkeypatch.setattr(head, "begin", lambda s, f, tokens, t: seen.append(("begin", len(tokens))) or begin(s, f, tokens, t))
+    generate(lively_target, head, PROMPTS[1], chain(3), 9)
+    assert seen == [("begin", len(PROMPTS[1])), ("verify", 4), ("begin", 4), ("verify", 4)]
+
+
+@pytest.mark.parametrize(
+    ("budget", "tokens", "ended"),
+    [(9, [1, 2, 3, 4], False), (2, [1, 2], False), (3, [1, 2, 3], False), (0, [], False)],
+)
+def test_truncate_at_the_budget(budget: int, tokens: list[int], ended: bool) -> None:
+    assert truncate([1, 2, 3, 4], budget, frozenset()) == (tokens, ended)
+
+
+def test_truncate_at_the_first_end_token() -> None:
+    assert truncate([1, 2, 3, 4], 9, frozenset([3, 2])) == ([1, 2], True)
+    assert truncate([1, 2, 3, 4], 2, frozenset([2])) == ([1, 2], True)
+    assert truncate([1, 2, 3, 4], 1, frozenset([2])) == ([1], False)
+
+
+# -- sampling: the exact distribution, on fixed tables ---------------------------------------------------------
+
+VOCAB, DRAWS, PROMPT = 8, 20_000, [3, 1]
+WARM, NUCLEUS = Sampling(1.0), Sampling(0.7, top_p=0.9)
+
+
+def tables(seed: int, spread: float = 1.5) -> Tensor:
+    """Logits [V, V, 2, V] of the next token after two tokens at an even or odd length."""
+    return torch.randn(VOCAB, VOCAB, 2, VOCAB, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def look_up(table: Tensor, tokens: list[int]) -> Tensor:
+    return table[tokens[-2], tokens[-1], len(tokens) % 2]
+
+
+@dataclass
+class TableTarget:
+    """What the verifier asks of a Target, answered from a table. Its cache is the list of tokens read."""
+
+    table: Tensor = field(default_factory=lambda: tables(1))
+    device: torch.device = torch.device("cpu")
+    max_positions: int = 1000
+    eos_ids: frozenset[int] = frozenset()
+
+    def new_cache(self) -> list[int]:
+        return []
+
+    def prefill(self, ids: Tensor, cache: list[int], taps: list[int]) -> tuple[Tensor, Features]:
+        cache += ids.tolist()
+        return look_up(self.table, cache), Features(torch.zeros(len(ids), 0), torch.zeros(len(ids), 1))
+
+    def verify(
+        self, tokens: Tensor, positions: Tensor, seen: Tensor, cache: list[int], taps: list[int]
+    ) -> tuple[Tensor, Features]:
+        read, places = tokens.tolist(), positions.tolist()
+        texts = []
+        for family in seen.tolist():
+            path = sorted((places[i], read[i]) for i, own in enumerate(family) if own)
+            assert [place for place, _ in path] == list(range(len(cache), len(cache) + len(path)))
+            texts.append(cache + [token for _, token in path])
+        cache += read
+        logits = self.table[[t[-2] for t in texts], [t[-1] for t in texts], [len(t) % 2 for t in texts]]
+        return logits, Features(torch.zeros(len(tokens), 0), torch.zeros(len(tokens), 1))
+
+    @staticmethod
+    def keep(cache: list[int], past: int, path: Tensor) -> None:
+        cache[past:] = [cache[past + i] for i in path.tolist()]
+
+
+class TableHead(TestDraftHead):
+    """Drafts from a table of its own, over ``ids`` of the vocabulary."""
+
+    def __init__(self, table: Tensor, ids: list[int]) -> None:
+        super().__init__(VOCAB, torch.tensor(ids))
+        self.table = table
+
+    def logits(self, committed: list[int], path: list[int]) -> Tensor:
+        return look_up(self.table, [PROMPT[0], *committed, *path])
+
+
+def exact(target: Any, sampling: Sampling, tokens: int) -> Tensor:
+    """The probability of every text of so many tokens, by enumeration: [V ** tokens]."""
+    found = []
+    for text in itertools.product(range(VOCAB), repeat=tokens):
+        chance, read = 1.0, list(PROMPT)
+        for token in text:
+            chance *= float(probabilities(look_up(target.table, read), sampling)[token])
+            read.append(token)
+        found.append(chance)
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def texts_drawn(target: Any, head: DraftHead, shape: Shape, sampling: Sampling, sampled: bool, draws: int = DRAWS) -> Tensor:
+    """How often every text of three tokens was emitted: [V ** 3]."""
+    generator = torch.Generator().manual_seed(7)
+    counts = torch.zeros(VOCAB**3, dtype=torch.float64)
+    for _ in range(draws):
+        a, b, c = generate(target, head, PROMPT, shape, 3, sampling, sampled, generator).tokens
+        counts[(a * VOCAB + b) * VOCAB + c] += 1
+    return counts
+
+
+def p_value(counts: Tensor, chances: Tensor) -> float:
+    """Pearson's test of counts against chances; cells that expect less than five are put together."""
+    assert counts[chances == 0].sum() == 0, "a token outside top-p was emitted"
+    expected = chances * counts.sum()
+    rare = expected < 5
+    cells = [torch.cat([x[~rare], x[rare].sum()[None]]) for x in (counts, expected)]
+    seen, wanted = (x[cells[1] > 0].numpy() for x in cells)
+    return float(scipy.stats.chisquare(seen, wanted * seen.sum() / wanted.sum()).pvalue)
+
+
+@pytest.fixture
+def remembered_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warp every row of the tables once: twenty thousand texts read the same few rows."""
+    known: dict[tuple[bytes, Sampling], Tensor] = {}
+
+    def remembering(logits: Tensor, sampling: Sampling) -> Tensor:
+        key = (logits.numpy().tobytes(), sampling)
+        if key not in known:
+            known[key] = probabilities(logits, sampling)
+        return known[key].clone()
+
+    monkeypatch.setattr(verifier, "probabilities", remembering)
+    monkeypatch.setattr(base, "probabilities", remembering)
+
+
+# The third token is a draft, a bonus behind an accepted draft, or what follows a rejection.
+DRAFTS = [chain(2), parse("[[0],[1],[2],[0,0],[0,1]]")]
+
+
+@pytest.mark.parametrize("sampling", [WARM, NUCLEUS], ids=["T=1", "T=0.7,top_p=0.9"])
+@pytest.mark.parametrize("sampled", [False, True], ids=["deterministic", "sampled"])
+@pytest.mark.parametrize("shape", DRAFTS, ids=lambda shape: shape.name)
+def test_the_texts_have_the_targets_distribution(
+    remembered_rows: None, shape: Shape, sampled: bool, sampling: Sampling
+) -> None:
+    target: Any = TableTarget()
+    head = TableHead(tables(1) + tables(2, 0.7), [0, 1, 2, 4, 5, 7])  # near the target's, and without two of its tokens
+    counts = texts_drawn(target, head, shape, sampling, sampled)
+    chances = exact(target, sampling, 3)
+    assert p_value(counts, chances) > 1e-3
+    shares = (counts / counts.sum()).view(VOCAB, VOCAB, VOCAB)
+    wanted = chances.view(VOCAB, VOCAB, VOCAB)
+    for others in ((1, 2), (0, 2), (0, 1)):  # case 20b: the total variation of every single token
+        assert (shares.sum(others) - wanted.sum(others)).abs().sum() / 2 < 0.02
+
+
+@pytest.mark.parametrize("shape", DRAFTS, ids=lambda shape: shape.name)
+def test_the_test_of_the_distribution_can_fail(remembered_rows: None, monkeypatch: pytest.MonkeyPatch, shape: Shape) -> None:
+    """Without the residual step a rejected token may come back: the same test sees it at once."""
+    monkeypatch.setattr(verifier, "residual", lambda p, q: p)
+    target: Any = TableTarget()
+    head = TableHead(tables(1) + tables(2, 0.7), [0, 1, 2, 4, 5, 7])
+    assert p_value(texts_drawn(target, head, shape, WARM, True, 6000), exact(target, WARM, 3)) < 1e-6
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.5), Sampling(1.0, top_p=0.5), Sampling(1.0, top_k=2)], ids=str)
+def test_siblings_beyond_the_drafts_support(remembered_rows: None, sampling: Sampling) -> None:
+    """Where the head's own cut leaves fewer tokens than siblings, the others count for nothing; no token outside the cut."""
+    target: Any = TableTarget()
+    head = TableHead(tables(5), [1, 2, 3, 6])
+    counts = texts_drawn(target, head, full([4, 2]), sampling, True, 2000)
+    assert p_value(counts, exact(target, sampling, 3)) > 1e-3
+
+
+@pytest.mark.parametrize("sampling", [WARM, NUCLEUS, Sampling(2.0, top_k=3)], ids=str)
+def test_drafts_sampled_from_the_targets_own_rows_are_all_accepted(sampling: Sampling) -> None:
+    target: Any = TableTarget()
+    head, generator = TableHead(target.table, list(range(VOCAB))), torch.Generator().manual_seed(0)
+    for _ in range(100):
+        result = generate(target, head, PROMPT, chain(4), 21, sampling, True, generator)
+        assert result.accepted == result.proposed == [4] * 4
+
+
+def test_greedy_decoding_does_not_sample_its_drafts() -> None:
+    target: Any = TableTarget()
+    plain = generate(target, None, PROMPT, NONE, 12, GREEDY).tokens
+    head = TableHead(tables(1) + tables(2, 0.7), list(range(VOCAB)))
+    runs = [generate(target, head, PROMPT, full([2, 2]), 12, GREEDY, sampled) for sampled in (False, True)]
+    assert runs[0].tokens == runs[1].tokens == plain and runs[0].accepted == runs[1].accepted
+
+
+def test_a_seed_gives_the_same_text() -> None:
+    target: Any = TableTarget()
+    head = TableHead(tables(2), [0, 1, 2, 5])
+    for sampled in (False, True):
+        runs = [
+            generate(target, head, PROMPT, full([2, 2]), 30, WARM, sampled, torch.Generator().manual_seed(seed)).tokens
+            for seed in (3, 3, 4)
+        ]
+        assert runs[0] == runs[1] != runs[2]
+
+
+@pytest.mark.parametrize(
+    ("p", "q", "left"),
+    [
+        ([0.5, 0.5, 0.0], [0.2, 0.8, 0.0], [1.0, 0.0, 0.0]),
+        ([0.6, 0.3, 0.1], [0.2, 0.1, 0.7], [4 / 6, 2 / 6, 0.0]),
+        ([0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.5, 0.5, 0.0]),
+    ],
+)
+def test_residual(p: list[float], q: list[float], left: list[float]) -> None:
+    torch.testing.assert_close(verifier.residual(torch.tensor(p), torch.tensor(q)), torch.tensor(left))
