@@ -17,7 +17,7 @@ from .eval.prompts import read_prompts
 from .eval.report import table, write_report
 from .eval.tree import parse
 from .heads.base import check_target, read_config
-from .heads.engines.registry import ENGINES, exports
+from .heads.engines.registry import ENGINES, exports, served
 from .heads.engines.registry import export as export_head
 from .heads.kinds import KINDS, load_head
 from .outputs import new_directory, refuse_existing
@@ -33,8 +33,6 @@ recipes_app = command_line(no_args_is_help=True, help="The recipes that come wit
 app.add_typer(data_app, name="data")
 app.add_typer(recipes_app, name="recipes")
 app.command("train")(train_command)
-
-SERVED = {"eagle3": ["vllm"], "medusa": ["vllm"]}  # the engines in which scripts/serving_parity.py loads a kind
 
 TargetName = Annotated[
     str | None, typer.Option("--target", help="a model directory, a hub id or a .gguf file; default: the head's own")
@@ -130,7 +128,7 @@ def heads(as_json: AsJson = False, debug: Debug = False) -> None:
             "lossless": True,
             "trains": True,
             "exports": exports(name),
-            "served": SERVED.get(name, []),
+            "served": served(name),
         }
         for name, kind in KINDS.items()
     }

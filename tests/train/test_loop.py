@@ -125,6 +125,13 @@ def test_an_existing_output_is_refused(workplace, whole_run):
         train(recipe_in(workplace, "absent"), resume=True)
 
 
+def test_a_refused_start_touches_nothing(workplace, whole_run):
+    for out in ("whole", "never"):
+        with pytest.raises(UserError, match="absent.jsonl"):
+            train(recipe_in(workplace, out, "data.train=absent.jsonl"), force=True)
+    assert (whole_run / "head" / "model.safetensors").is_file() and not (workplace / "never").exists()
+
+
 @pytest.mark.parametrize(("tracker", "trace"), [("tensorboard", "**/events.out.*"), ("wandb", "**/*.wandb")])
 def test_trackers_write_offline(workplace, monkeypatch, tracker, trace):
     run = workplace / tracker
