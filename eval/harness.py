@@ -127,10 +127,13 @@ def shares(generations: Sequence[Generation]) -> dict[str, float]:
 
 @torch.inference_mode()
 def divergence(target: Target, prompt: list[int], ours: list[int], plain: list[int]) -> dict[str, Any]:
-    """Where two greedy texts part, and by how much the target preferred one token there."""
+    """Where two greedy texts part, and how far the worse of their two tokens is behind the target's best one there.
+
+    A text that just stops has no token there and ties with nothing: its margin is the row's whole range.
+    """
     at = next((i for i, (a, b) in enumerate(zip(ours, plain, strict=False)) if a != b), min(len(ours), len(plain)))
     ids = torch.tensor(prompt + plain[:at], device=target.device)
-    logits, _ = target.prefill(ids, target.new_cache(), [])
-    best = logits.float().topk(2)
-    margin = float(best.values[0] - best.values[1])
-    return {"token": at, "ours": ours[at : at + 1], "plain": plain[at : at + 1], "margin": margin}
+    logits = target.prefill(ids, target.new_cache(), [])[0].float()
+    pair = ours[at : at + 1] + plain[at : at + 1]
+    worse = logits[pair].min() if len(pair) == 2 else logits.min()
+    return {"token": at, "ours": ours[at : at + 1], "plain": plain[at : at + 1], "margin": float(logits.max() - worse)}

@@ -1,0 +1,193 @@
+"""Is our greedy text the library's own? Decodes prompts with drafts and compares them with transformers' generate.
+
+Float32, greedy, token for token: every prompt with EAGLE-3 chains and trees and Medusa trees. Name head directories, or
+name none: then fresh heads are fitted for a few steps on the answers to every other prompt, so that some of their drafts
+are accepted and some are not. Where two texts part, the margin of the target's two best tokens there is reported; below
+the verifier's near-tie bound that is rounding, above it a bug. Writes docs/results/greedy.json; exits with status 1
+unless every text is equal but for near-ties.
+
+    python scripts/check_greedy.py                                      # the full check: 50 prompts, 32 tokens
+    python scripts/check_greedy.py runs/demo/head --prompts 10          # a trained head, a sample
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from draftsmith.console import Progress, note
+from draftsmith.data.chat import Encoded
+from draftsmith.data.features import OnlineFeatures
+from draftsmith.data.vocab import choose, count_tokens, special_ids
+from draftsmith.errors import UserError
+from draftsmith.eval.harness import NEAR_TIE, divergence, per_position, tau
+from draftsmith.eval.prompts import read_prompts
+from draftsmith.eval.tree import parse
+from draftsmith.eval.verifier import Generation, generate
+from draftsmith.fetch import DEMO_TARGET
+from draftsmith.heads.base import DraftHead, Shape, check_target
+from draftsmith.heads.kinds import KINDS, load_head
+from draftsmith.target import Target
+from draftsmith.train.objectives import kl
+from draftsmith.train.step import depth_sums
+
+ROOT = Path(__file__).resolve().parent.parent
+DRAFTS = ("chain:5", "tree:3x2x1x1")
+DEPTHS = {"eagle3": 5, "medusa": 4}
+DRAFT_VOCABULARY, BATCH, RATE = 2048, 4, 1e-3
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = read_options(arguments)
+    torch.set_num_threads(options.threads)
+    target = Target.load(options.target, dtype="float32")
+    prompts = [prompt.ids(target) for prompt in read_prompts(options.prompts_file)[: options.prompts]]
+    texts = [library_text(target, ids, options.max_new) for ids in bar("transformers' generate", prompts)]
+    heads = load(options.heads, target) if options.heads else fit_fresh(target, prompts, texts, options.steps)
+    cases = [
+        compare(name, head, shape, target, prompts, texts, options.max_new)
+        for name, head in heads.items()
+        for shape in drafts(head)
+    ]
+    report = {
+        "command": " ".join(["python", "scripts/check_greedy.py", *(sys.argv[1:] if arguments is None else arguments)]),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "target": target.name, "dtype": "float32", "prompts": len(prompts), "max_new": options.max_new, "near_tie": NEAR_TIE,
+        "lossless": all(case["lossless"] for case in cases),
+        "cases": cases,
+    }  # fmt: skip
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(report, indent=2) + "\n")
+    note(f"{'lossless' if report['lossless'] else 'NOT lossless'}: {options.out}")
+    return 0 if report["lossless"] else 1
+
+
+def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Compare greedy texts with transformers' generate, token for token.")
+    parser.add_argument("heads", nargs="*", type=Path, help="head directories (default: fresh heads, fitted for --steps)")
+    parser.add_argument("--target", default=DEMO_TARGET)
+    parser.add_argument("--prompts-file", type=Path, default=ROOT / "recipes/demo/heldout.jsonl")
+    parser.add_argument("--prompts", type=int, default=50)
+    parser.add_argument("--max-new", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=30, help="training steps of fresh heads; 0 leaves them untrained")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/results/greedy.json")
+    return parser.parse_args(arguments)
+
+
+def bar(title: str, items: list) -> Any:
+    """The items, with a progress bar."""
+    with Progress(title, len(items)) as progress:
+        for item in items:
+            yield item
+            progress.advance()
+
+
+@torch.inference_mode()
+def library_text(target: Target, prompt: list[int], max_new: int) -> list[int]:
+    """What transformers' own greedy decoding writes, end token included."""
+    ids = torch.tensor([prompt], device=target.device)
+    written = target.model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_new,
+        do_sample=False,
+        eos_token_id=sorted(target.eos_ids),
+        pad_token_id=min(target.eos_ids),
+    )
+    return written[0, len(prompt) :].tolist()
+
+
+# -- the heads -----------------------------------------------------------------------------------------------------
+
+
+def load(directories: list[Path], target: Target) -> dict[str, DraftHead]:
+    heads = {str(directory): load_head(directory) for directory in directories}
+    for head in heads.values():
+        check_target(head.config, target)
+    return heads
+
+
+def fit_fresh(target: Target, prompts: list[list[int]], texts: list[list[int]], steps: int) -> dict[str, DraftHead]:
+    """One head of every kind, fitted on every other prompt's answer: good on those, poor on the others."""
+    examples = [
+        Encoded(np.array(prompt + text, np.int32), np.arange(len(prompt + text)) >= len(prompt))
+        for prompt, text in zip(prompts[::2], texts[::2], strict=True)
+    ]
+    counts = count_tokens(examples, target.vocab_size)
+    target_ids = choose(counts, DRAFT_VOCABULARY, special_ids(target.tokenizer, target.eos_ids)).target_ids
+    heads = {}
+    for kind, depths in DEPTHS.items():
+        torch.manual_seed(0)
+        head = KINDS[kind].create(target, KINDS[kind].Options(), None, depths, target_ids)
+        heads[f"fresh {kind}"] = fit(head, target, examples, steps)
+    return heads
+
+
+def fit(head: DraftHead, target: Target, examples: list[Encoded], steps: int) -> DraftHead:
+    features = OnlineFeatures(target, examples, head.config.taps, remember=True)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=RATE)
+    for step in bar(f"fitting {head.kind}", list(range(steps))):
+        rows = [(step * BATCH + i) % len(examples) for i in range(min(BATCH, len(examples)))]
+        losses, sums = depth_sums(head, features.batch(rows), target, head.target_ids, kl)
+        optimizer.zero_grad()
+        (losses / sums.rows.clamp_min(1)).sum().backward()
+        optimizer.step()
+    return head.eval()
+
+
+def drafts(head: DraftHead) -> list[Shape]:
+    """The chain and the tree, no deeper than the head drafts; heads without a cache of their own draft trees alone."""
+    chain, tree = (parse(text) for text in DRAFTS)
+    return [chain, tree] if head.deepest is None else [tree.cut(head.deepest)]
+
+
+# -- the comparison ------------------------------------------------------------------------------------------------
+
+
+def compare(
+    name: str,
+    head: DraftHead,
+    shape: Shape,
+    target: Target,
+    prompts: list[list[int]],
+    texts: list[list[int]],
+    max_new: int,
+) -> dict[str, Any]:
+    """One head and shape on every prompt: how many texts are equal, and where the others part."""
+    generations: list[Generation] = []
+    parted: list[dict[str, Any]] = []
+    start = time.perf_counter()
+    for i, (prompt, text) in enumerate(zip(bar(f"{name} {shape.name}", prompts), texts, strict=True)):
+        generations.append(generate(target, head, prompt, shape, max_new))
+        if generations[-1].tokens != text:
+            parted.append({"prompt": i, **divergence(target, prompt, generations[-1].tokens, text)})
+    case = {
+        "head": name,
+        "draft": shape.name,
+        "equal": len(prompts) - len(parted),
+        "near_ties": [place for place in parted if place["margin"] < NEAR_TIE],
+        "different": [place for place in parted if place["margin"] >= NEAR_TIE],
+        "lossless": all(place["margin"] < NEAR_TIE for place in parted),
+        "emitted_tokens": sum(len(generation.tokens) for generation in generations),
+        "tau": round(tau(generations), 4),
+        "accepted_per_position": [round(share, 4) for share in per_position(generations, max(shape.depths))],
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+    note(f"{name}, {shape.name}: {case['equal']} of {len(prompts)} texts equal, τ {case['tau']}")
+    return case
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UserError as error:
+        note(str(error))
+        sys.exit(2)
