@@ -58,8 +58,9 @@ class FeatureAttention(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        width, dim = config.hidden_size, config.head_dim
-        self.heads, self.kv_heads, self.dim = config.num_attention_heads, config.num_key_value_heads, dim
+        width, heads = config.hidden_size, config.num_attention_heads
+        kv_heads, dim = config.num_key_value_heads or heads, config.head_dim or width // heads
+        self.heads, self.kv_heads, self.dim = heads, kv_heads, dim
         self.q_proj = nn.Linear(2 * width, self.heads * dim, bias=False)
         self.k_proj = nn.Linear(2 * width, self.kv_heads * dim, bias=False)
         self.v_proj = nn.Linear(2 * width, self.kv_heads * dim, bias=False)

@@ -1,7 +1,7 @@
 """Medusa-1 (Cai et al., 2401.10774): K heads beside the output head, each a few residual blocks on the last hidden state."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -48,6 +48,7 @@ class MedusaHead(DraftHead):
 
     kind = "medusa"
     Options = MedusaOptions
+    lm_heads: Any  # one a depth, where lm_head is "own"
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
@@ -58,7 +59,9 @@ class MedusaHead(DraftHead):
         if self.options.lm_head == "own":
             self.lm_heads = nn.ModuleList(nn.Linear(width, config.draft_vocab_size, bias=False) for _ in range(config.depths))
         elif config.draft_vocab_size != config.target.vocab_size:
-            raise UserError("a shared lm_head has the target's vocabulary: set head.draft_vocab to null or options.lm_head to own.")
+            raise UserError(
+                "a shared lm_head has the target's vocabulary: set head.draft_vocab to null or options.lm_head to own."
+            )
 
     @classmethod
     def default_taps(cls, target: Target) -> list[int]:
