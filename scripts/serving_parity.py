@@ -45,7 +45,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LONGEST_PROMPT = 96  # tokens: the engine's float32 decoding on a CPU is slow
 DRAFT_VOCABULARY = 2048
 LENGTHS = {"eagle3": 5, "medusa": 4}
-STEPS = {"eagle3": 45, "medusa": 120}
+STEPS = {"eagle3": 60, "medusa": 120}
 NOISE = {"eagle3": {"middling": 0.45, "bad": 0.7}, "medusa": {"middling": 0.75, "bad": 1.3}}  # in standard deviations
 
 
@@ -157,7 +157,8 @@ def make_cases(arguments: argparse.Namespace, target: Target, prompts: list[list
     for directory in arguments.head:
         head = load_head(directory)
         length = LENGTHS.get(head.kind, 5) if head.deepest is None else min(head.deepest, LENGTHS.get(head.kind, 5))
-        cases += [Case(f"{directory}/{engine}", head, engine, length) for engine in exports(head.kind)]
+        run = directory.resolve().parent.name  # a head stands in RUN/head
+        cases += [Case(f"{head.kind}/{run}-{engine}", head, engine, length) for engine in exports(head.kind)]
     return cases
 
 
@@ -336,14 +337,14 @@ def show(report: dict[str, Any]) -> None:
         table.add_row(
             name,
             entry["layout"],
-            f"{entry['drafts']} / {entry['engine_drafts']}",
+            f"{entry['drafts']}/{entry['engine_drafts']}",
             " ".join(map(str, entry["ours"])),
             " ".join(map(str, entry["engine"])),
-            f"{entry['texts_equal']} of {entry['texts_total']}",
+            f"{entry['texts_equal']}/{entry['texts_total']}",
             str(len(entry["near_ties"])),
-            "equal" if entry["equal"] else "DIFFERENT",
+            "equal" if entry["equal"] else "differs",
         )
-    Console(width=max(Console().width, 120)).print(table)
+    Console(width=max(Console().width, 128)).print(table)
 
 
 if __name__ == "__main__":
