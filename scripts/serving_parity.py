@@ -45,7 +45,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LONGEST_PROMPT = 96  # tokens: the engine's float32 decoding on a CPU is slow
 DRAFT_VOCABULARY = 2048
 LENGTHS = {"eagle3": 5, "medusa": 4}
-STEPS = {"eagle3": 60, "medusa": 120}
+STEPS = {"eagle3": 45, "medusa": 120}
 NOISE = {"eagle3": {"middling": 0.45, "bad": 0.7}, "medusa": {"middling": 0.75, "bad": 1.3}}  # in standard deviations
 
 
