@@ -47,9 +47,7 @@ class Turn:
 def render(messages: Sequence[dict[str, Any]], tokenizer: Any, where: str, answer_next: bool = False) -> str:
     """The chat template's text, with the generation prompt if ``answer_next``; ``where`` names the messages in a UserError."""
     if not tokenizer.chat_template:
-        raise UserError(
-            "the tokenizer has no chat template: set tokenizer.chat_template and save the tokenizer with the target."
-        )
+        raise UserError("the tokenizer has no chat template: set tokenizer.chat_template and save it with the target.")
     try:
         return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answer_next)
     except jinja2.TemplateError as error:

@@ -84,7 +84,7 @@ def start(recipe: Recipe) -> Accelerator:
     """The accelerator with the recipe's precision and tracker. wandb stays offline unless a key is set."""
     precision = recipe.train.precision
     if precision == "auto":
-        on_gpu = PartialState().device.type == "cuda"
+        on_gpu = str(PartialState().device).startswith("cuda")
         has_bf16 = torch.cuda.is_bf16_supported() if on_gpu else torch.cpu._is_avx512_bf16_supported()
         precision = "bf16" if has_bf16 else "no"
     tracker = None if recipe.train.tracker == "none" else recipe.train.tracker
@@ -162,17 +162,17 @@ class Run:
         """
         batches = list(self.micro_batches(self.train, rows))
         depths = self.recipe.head.depths
-        counts = sum(torch.stack([m.sum() for m in supervised(batch.mask, depths)]) for batch in batches)
-        counts = self.accelerator.reduce(counts, reduction="sum").clamp_min(1)
+        own = [torch.stack([rows.sum() for rows in supervised(batch.mask, depths)]) for batch in batches]
+        counts = torch.as_tensor(self.accelerator.reduce(torch.stack(own).sum(0), reduction="sum")).clamp_min(1)
         weights = self.weights / self.weights.sum() / counts
         sums = DepthSums.zeros(depths, self.accelerator.device)
         for i, batch in enumerate(batches):
             last = i == len(batches) - 1
             with self.accelerator.autocast(), nullcontext() if last else self.accelerator.no_sync(self.head):
-                losses, own = self.losses(batch)
+                losses, seen = self.losses(batch)
                 # DDP and FSDP average gradients over processes; the sum is what is wanted
                 self.accelerator.backward((losses * weights).sum() * self.accelerator.num_processes)
-            sums.add(own)
+            sums.add(seen)
         norm = self.accelerator.clip_grad_norm_(self.head.parameters(), self.recipe.train.clip)
         if not torch.isfinite(torch.as_tensor(norm)):
             raise RuntimeError(f"the gradient norm is {norm}: rows {rows} give no finite loss")
@@ -237,9 +237,11 @@ def prepare(recipe: Recipe, accelerator: Accelerator, out: Path, resume: bool) -
         head.parameters(), lr=recipe.train.lr, betas=recipe.train.betas, weight_decay=recipe.train.weight_decay
     )
     wrapped, optimizer = accelerator.prepare(head, optimizer)
-    sources = [OnlineFeatures(target, part, head.config.taps, recipe.data.remember_features) for part in (examples, held_out)]
+    train, held = (
+        OnlineFeatures(target, part, head.config.taps, recipe.data.remember_features) for part in (examples, held_out)
+    )
     all_dropped = {"train": dropped, "held_out": held_out_dropped}
-    run = Run(recipe, accelerator, target, wrapped, optimizer, None, *sources, vocabulary, all_dropped, out)
+    run = Run(recipe, accelerator, target, wrapped, optimizer, None, train, held, vocabulary, all_dropped, out)
     # not prepared: accelerate would step it once per process, and our step is already global
     run.scheduler = get_scheduler(
         "cosine_with_min_lr",
