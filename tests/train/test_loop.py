@@ -84,12 +84,23 @@ def test_micro_batches_do_not_change_the_curve(workplace, whole_run):
     assert losses(workplace / "micro") == pytest.approx(losses(whole_run), rel=1e-4)
 
 
-def test_two_processes_give_the_curve_of_one(workplace, whole_run):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29611"]
-    command += ["-m", "draftsmith.train", str(workplace / "recipe.yaml"), "--set", f"output={workplace}/two"]
+def launch(workplace: Path, out: str, *launcher: str) -> None:
+    """Run the recipe through a launcher, on CPU processes."""
+    command = [sys.executable, "-m", *launcher, "-m", "draftsmith.train", str(workplace / "recipe.yaml")]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [*command, "--set", f"output={workplace}/{out}"], env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
+
+
+def test_accelerate_launch_runs_a_recipe(workplace, whole_run):
+    launch(workplace, "launched", "accelerate.commands.launch", "--num_processes", "1")
+    assert losses(workplace / "launched") == pytest.approx(losses(whole_run), rel=1e-4)
+
+
+def test_two_processes_give_the_curve_of_one(workplace, whole_run):
+    launch(workplace, "two", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29611")
     assert json.loads((workplace / "two" / "run.json").read_text())["processes"] == 2
     assert losses(workplace / "two") == pytest.approx(losses(whole_run), rel=1e-4)
     for one, two in zip(curve(whole_run, "held_out"), curve(workplace / "two", "held_out"), strict=True):
