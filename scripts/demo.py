@@ -21,7 +21,7 @@ from draftsmith.target import Target
 from draftsmith.train.__main__ import run
 
 RUN = Path("runs/demo")
-PROMPTS, COMPARED, NEW_TOKENS = 32, 8, 64
+PROMPTS, COMPARED, NEW_TOKENS = 32, 8, 48
 
 
 def main() -> None:

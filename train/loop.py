@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import DataLoaderConfiguration
 from transformers import get_scheduler
 
 from ..console import Progress, note
@@ -88,12 +87,7 @@ def start(recipe: Recipe) -> Accelerator:
         has_bf16 = torch.cuda.is_bf16_supported() if on_gpu else torch.cpu._is_avx512_bf16_supported()
         precision = "bf16" if has_bf16 else "no"
     tracker = None if recipe.train.tracker == "none" else recipe.train.tracker
-    return Accelerator(
-        mixed_precision=precision,
-        log_with=tracker,
-        project_dir=recipe.output,
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
-    )
+    return Accelerator(mixed_precision=precision, log_with=tracker, project_dir=recipe.output)
 
 
 def claim(accelerator: Accelerator, out: Path, resume: bool) -> None:
