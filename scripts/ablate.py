@@ -1,6 +1,6 @@
 """What each choice of the demo's recipe is worth: one short run per choice, all else as in the recipe.
 
-    python scripts/ablate.py [--conversations 400] [--epochs 1] [--out docs/results/ablation.json]
+    python scripts/ablate.py [--conversations 320] [--epochs 1] [--out docs/results/ablation.json]
 
 Every run sees the same conversations in the same order; the hidden states of all taps are computed once. Reported is the
 simulated τ of the trained depths on all held-out conversations (1 + joint greedy agreement), so depth 3 can reach 4.
@@ -25,18 +25,18 @@ CHOICES = {
     "the recipe": [],
     "everything from random": ["head.options.init_layer=random", "head.options.init_lm_head=random"],
     "layer from random, lm_head from the target": ["head.options.init_layer=random"],
-    "layer from the target, lm_head from random": ["head.options.init_lm_head=random"],
-    "taps 2, 15, 27 (EAGLE-3's rule)": ["head.taps=[2,15,27]"],
     "loss: kl": ["objective.loss=kl"],
-    "loss: ce on the data's token": ["objective.loss=ce"],
     "lr 1e-3": ["train.lr=1.0e-3"],
+    "taps 2, 15, 27 (EAGLE-3's rule)": ["head.taps=[2,15,27]"],
+    "Medusa-1, four heads": ["head.kind=medusa", "head.depths=4", "head.options={}", "head.taps=null"],
+    "layer from the target, lm_head from random": ["head.options.init_lm_head=random"],
     "lr 4e-3": ["train.lr=4.0e-3"],
-    "depth_decay 0.6": ["objective.depth_decay=0.6"],
+    "loss: ce on the data's token": ["objective.loss=ce"],
     "norm_output": ["head.options.norm_output=true"],
     "fc_norm": ["head.options.fc_norm=true"],
     "norm_before_residual": ["head.options.norm_before_residual=true"],
+    "depth_decay 0.6": ["objective.depth_decay=0.6"],
     "draft vocabulary 2048": ["head.draft_vocab=2048"],
-    "Medusa-1, four heads": ["head.kind=medusa", "head.depths=4", "head.options={}", "head.taps=null"],
 }
 
 
@@ -82,7 +82,7 @@ def run(changes: list[str], features: dict[str, dict[int, Features]], out: Path)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--conversations", type=int, default=400)
+    parser.add_argument("--conversations", type=int, default=320)
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--only", nargs="*", help="names of choices")
     parser.add_argument("--out", type=Path, default=Path("docs/results/ablation.json"))
