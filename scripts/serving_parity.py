@@ -91,7 +91,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--prompts-file", type=Path, default=ROOT / "recipes/demo/heldout.jsonl")
     parser.add_argument("--max-new", type=int, default=32)
-    parser.add_argument("--threads", type=int, default=2, help="threads of the training (default: 2)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the training; one makes the same heads anywhere")
     parser.add_argument("--out", type=Path, default=ROOT / "runs/parity")
     parser.add_argument("--vllm-python", type=Path, default=ROOT / ".venv-vllm/bin/python")
     arguments = parser.parse_args()
