@@ -63,10 +63,15 @@ def choose(counts: Tensor, size: int, always: Iterable[int]) -> DraftVocabulary:
     rank = counts.clone()
     rank[sorted(forced)] = torch.iinfo(torch.int64).max
     target_ids = rank.sort(descending=True, stable=True).indices[:size].sort().values
-    t2d = torch.zeros(vocab, dtype=torch.bool)
+    return holding(target_ids, counts)
+
+
+def holding(target_ids: Tensor, counts: Tensor) -> DraftVocabulary:
+    """The vocabulary of exactly these ids, int64 [draft_vocab] rising, with its coverage of counts [vocab]."""
+    t2d = torch.zeros(len(counts), dtype=torch.bool)
     t2d[target_ids] = True
     coverage = float(counts[t2d].sum()) / max(int(counts.sum()), 1)
-    return DraftVocabulary(target_ids - torch.arange(size), t2d, coverage)
+    return DraftVocabulary(target_ids - torch.arange(len(target_ids)), t2d, coverage)
 
 
 def special_ids(tokenizer: Any, eos_ids: Iterable[int]) -> set[int]:

@@ -76,12 +76,8 @@ class MedusaHead(DraftHead):
 
     def depth_logits(self, depth: int, last: Tensor, target: Target) -> Tensor:
         """Head ``depth`` on last hidden states [..., hidden] -> [..., draft vocab]."""
-        hidden = self.blocks[depth](last.to(self.target_dtype))
+        hidden = self.blocks[depth](last.to(next(self.parameters()).dtype))
         return self.lm_heads[depth](hidden) if self.options.lm_head == "own" else target.logits(hidden)
-
-    @property
-    def target_dtype(self) -> torch.dtype:
-        return next(self.parameters()).dtype
 
     def forward(self, ids: Tensor, mask: Tensor, features: Features, target: Target) -> list[Depth]:
         depths = []

@@ -19,11 +19,11 @@ from ..data.batches import epoch_plan, share
 from ..data.chat import Encoded, encode_all
 from ..data.conversations import read_conversations
 from ..data.features import FeatureBatch, OnlineFeatures
-from ..data.vocab import DraftVocabulary, choose, count_tokens, special_ids
+from ..data.vocab import DraftVocabulary, choose, count_tokens, holding, special_ids
 from ..errors import UserError
 from ..heads.base import DraftHead, supervised
 from ..heads.kinds import KINDS, load_head
-from ..outputs import refuse_existing
+from ..outputs import new_directory, refuse_existing
 from ..recipes.schema import Recipe
 from ..target import Target
 from . import checkpoints
@@ -212,12 +212,12 @@ def prepare(recipe: Recipe, accelerator: Accelerator, out: Path, resume: bool) -
     examples, dropped = read_examples(recipe, recipe.data.train, target)
     held_out, held_out_dropped = read_examples(recipe, recipe.data.held_out, target)
     size = recipe.head.draft_vocab or target.vocab_size
+    counts = count_tokens(examples, target.vocab_size)
     if resume:  # the vocabulary of a run never changes under it
         head: DraftHead = load_head(out / "head")
         head.train()
-        vocabulary = vocabulary_of(head, examples, target)
+        vocabulary = holding(head.target_ids.cpu(), counts)
     else:
-        counts = count_tokens(examples, target.vocab_size)
         vocabulary = choose(counts, size, special_ids(target.tokenizer, target.eos_ids))
         kind = KINDS[recipe.head.kind]
         options = kind.Options.model_validate(recipe.head.options)
@@ -252,14 +252,6 @@ def read_examples(recipe: Recipe, name: str, target: Target) -> tuple[list[Encod
     return encode_all(read_conversations(recipe.data_file(name)), target.tokenizer, recipe.data.max_length)
 
 
-def vocabulary_of(head: DraftHead, examples: list[Encoded], target: Target) -> DraftVocabulary:
-    """A trained head's own vocabulary, with its coverage of these examples."""
-    ids = head.target_ids.cpu()
-    counts = count_tokens(examples, target.vocab_size)
-    inside = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
-    return DraftVocabulary(ids - torch.arange(len(ids)), inside, float(counts[inside].sum()) / max(int(counts.sum()), 1))
-
-
 def evaluate(run: Run, step: int, best: float | None, score: Score | None, log: "Log") -> float:
     """Held-out loss and simulated τ, τ by the verifier; saves the head when it is the best yet. Returns the best τ."""
     began = time.perf_counter()
@@ -276,19 +268,10 @@ def evaluate(run: Run, step: int, best: float | None, score: Score | None, log: 
         current = report.get("tau", report["tau_sim"])
         if best is None or current > best:
             best = current
-            save_head(head, run.out / "head")
+            with new_directory(run.out / "head", force=True) as partial:
+                head.save(partial)
     log.write({"step": step, "seconds": time.perf_counter() - began, **report}, "held_out")
     return best if best is not None else float("-inf")  # only the main process decides
-
-
-def save_head(head: DraftHead, directory: Path) -> None:
-    """Write the head beside and rename it into place."""
-    partial = directory.with_name(".head")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    head.save(partial)
-    shutil.rmtree(directory, ignore_errors=True)
-    partial.rename(directory)
 
 
 class Log:
