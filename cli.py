@@ -1,17 +1,14 @@
 """The command line: one thin command per verb."""
 
-import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from .console import AsJson, Debug, Force, Progress, command_line, run_command_line
-from .data import synthesize
+from .cli_data import data_app
+from .console import AsJson, Debug, Dtype, Force, Out, Seed, command_line, run_command_line, show
 from .eval.harness import measure
 from .eval.prompts import read_prompts
 from .eval.report import table, write_report
@@ -28,7 +25,6 @@ from .target import Target
 from .train.__main__ import train_command
 
 app = command_line(no_args_is_help=True)
-data_app = command_line(no_args_is_help=True, help="Make training data.")
 recipes_app = command_line(no_args_is_help=True, help="The recipes that come with draftsmith.")
 app.add_typer(data_app, name="data")
 app.add_typer(recipes_app, name="recipes")
@@ -37,9 +33,6 @@ app.command("train")(train_command)
 TargetName = Annotated[
     str | None, typer.Option("--target", help="a model directory, a hub id or a .gguf file; default: the head's own")
 ]
-Out = Annotated[Path, typer.Option(help="the directory to write")]
-Seed = Annotated[int, typer.Option(help="of everything drawn at random")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")]
 
 
 @app.callback()
@@ -139,34 +132,6 @@ def heads(as_json: AsJson = False, debug: Debug = False) -> None:
     show(kinds, as_json, grid)
 
 
-@data_app.command("synthesize")
-def synthesize_data(
-    target: Annotated[str, typer.Option(help="a model directory, a hub id or a .gguf file")],
-    out: Out,
-    conversations: Annotated[int, typer.Option(min=1, help="rows of train.jsonl")],
-    held_out: Annotated[int, typer.Option(min=0, help="rows of heldout.jsonl")] = 0,
-    seed: Seed = 0,
-    user_temperature: Annotated[float, typer.Option(help="for the user's turns")] = 0.8,
-    user_top_p: Annotated[float, typer.Option(help="for the user's turns")] = 0.9,
-    answer_temperature: Annotated[float, typer.Option(help="for the answers; 0 is greedy")] = 0.0,
-    max_user_tokens: Annotated[int, typer.Option(min=1, help="longer user turns are dropped")] = 64,
-    max_answer_tokens: Annotated[int, typer.Option(min=1, help="longer answers are cut there")] = 160,
-    batch: Annotated[int, typer.Option(min=1, help="conversations written at once")] = 128,
-    dtype: Dtype = "auto",
-    force: Force = False,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """Let the target write conversations, both sides: train.jsonl, heldout.jsonl, provenance.json."""
-    user, answer = Sampling(user_temperature, top_p=user_top_p), Sampling(answer_temperature)
-    settings = synthesize.Settings(seed, user, answer, max_user_tokens, max_answer_tokens, batch)
-    with new_directory(out, force) as partial:
-        loaded = Target.load(target, dtype)
-        with Progress("writing conversations", conversations + held_out) as bar:
-            provenance = synthesize.write(loaded, partial, conversations, held_out, settings, bar.advance)
-    show({**provenance, "out": str(out)}, as_json, f"{conversations} conversations and {held_out} held out: {out}")
-
-
 @recipes_app.command("list")
 def list_recipes(as_json: AsJson = False, debug: Debug = False) -> None:
     """Name the shipped recipes."""
@@ -194,15 +159,6 @@ def copy_recipe(
     """Copy a shipped recipe, with the data and accelerate configs that it names."""
     written = [str(path) for path in shelf.copy(name, folder, force)]
     show({"written": written}, as_json, "\n".join(written))
-
-
-def show(document: Any, as_json: bool, text: Any) -> None:
-    """The command's answer on stdout: the document as JSON, or the text for a reader."""
-    if as_json:
-        json.dump(document, sys.stdout)
-        print()
-    else:
-        Console(highlight=False, markup=False, soft_wrap=True).print(text)
 
 
 def main() -> None:

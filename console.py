@@ -1,7 +1,9 @@
 """What a run says on the terminal: notes and progress bars, on stderr so that stdout stays one JSON document."""
 
+import json
 import sys
 import traceback
+from pathlib import Path
 from typing import Annotated, Any, Self
 
 import transformers
@@ -16,12 +18,25 @@ Force = Annotated[bool, typer.Option(help="replace what exists")]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON document on stdout")]
 Debug = Annotated[bool, typer.Option(help="show the traceback of a mistake, too")]  # read by run_command_line
 
+Out = Annotated[Path, typer.Option(help="the directory to write")]
+Seed = Annotated[int, typer.Option(help="of everything drawn at random")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")]
+
 stderr = Console(file=sys.stderr, highlight=False)
 
 
 def note(text: str) -> None:
     """One line for the person who watches."""
     stderr.print(text, markup=False, soft_wrap=True)
+
+
+def show(document: Any, as_json: bool, text: Any) -> None:
+    """The command's answer on stdout: the document as JSON, or the text for a reader."""
+    if as_json:
+        json.dump(document, sys.stdout)
+        print()
+    else:
+        Console(highlight=False, markup=False, soft_wrap=True).print(text)
 
 
 def command_line(**settings: Any) -> typer.Typer:

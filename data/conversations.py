@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,20 @@ FINISHES = ("stop", "length")
 class Conversation:
     """Turns of a chat, oldest first, and where they came from.
 
-    ``messages``: dicts with a string ``role`` and a string ``content``; other keys are handed on to the chat template.
-    ``row``: the line in ``file``, from 1. ``finish`` "length" means that the last answer was cut at a token limit, so the
-    target wrote no end of turn there.
+    ``messages``: dicts with a string ``role`` and a string ``content``; other keys are handed on to the chat template, and
+    an assistant's ``weight`` of 0 means that its turn is read and not supervised. ``row``: the place in ``file``, from 1.
+    ``finish`` "length" means that the last answer was cut at a token limit, so the target wrote no end of turn there.
+    ``tools``: the tool schemas that the chat template shows to the model. ``unanswered``: the messages are user turns alone,
+    each to be answered before the next one is asked. ``about``: the row's own labels, such as id and category.
     """
 
     messages: list[dict[str, Any]]
     file: str
     row: int
     finish: str = "stop"
+    tools: list[dict[str, Any]] | None = None
+    unanswered: bool = False
+    about: dict[str, Any] = field(default_factory=dict)
 
 
 def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
