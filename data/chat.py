@@ -1,132 +1,100 @@
 """From a conversation to token ids and the mask of what the assistant wrote, by the target's own chat template."""
 
-import contextlib
-import re
-from collections.abc import Callable, Iterable, Sequence
+import unicodedata
 from dataclasses import dataclass
 from typing import Any
 
-import jinja2
 import numpy as np
 
-from ..errors import UserError
 from .conversations import Conversation
+from .replies import Chat, Turn, prepared
+from .template import Refused, render, template_of, tokens
+from .tokenized import Tokenized
 
-PLACEHOLDER = "draftsmith-reply"
-GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-PROMPT_THINKS = re.compile(r"<think>\s*(</think>\s*)?\Z")  # a generation prompt that opens a thought, and may close it
-NO_THOUGHT = re.compile(r"(<think>)?\s*</think>\s*")  # an empty thought, or the rest of one that the prompt opened
 NO_SUPERVISION = "no supervised tokens"
+
+# What was not supervised, or changed: the notes of an Encoded.
+REWRITTEN = "an earlier turn is rewritten by the template"
+JOINED = "an earlier reply joins its header"
+UNSAFE = "an earlier turn has no safe span"
+WEIGHTLESS = "a turn has weight 0"
+STOPPED = "a reply holds an end-of-turn token"
+UNTAGGED = "the template's generation tags leave a turn out"
+THOUGHTLESS = "the template adds an empty thought"
+FOLDED = "reasoning is written into the content as <think>"
+TOOLLESS = "the template does not show the tools"
+CUT = "cut at max_length"
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """One conversation as the target reads it: ``ids`` int32 [time]; ``mask`` bool [time], True on the assistant's tokens."""
+    """One conversation as the target reads it: ``ids`` int32 [time]; ``mask`` bool [time], True on the assistant's tokens.
+
+    ``notes``: what was not supervised or was changed, in the constant phrases above, each once.
+    """
 
     ids: np.ndarray
     mask: np.ndarray
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Turn:
-    """The texts of one assistant turn: all that is fed before it, what the target writes, and what follows.
+class Span:
+    """What the target wrote in one turn: letters ``begin`` to ``end`` of the text, tokens ``start`` to ``stop`` of the ids.
 
-    ``ending`` runs from the reply's end through the end-of-turn token, ``rest`` is what the template adds after that.
+    The end-of-turn token and what stands before it in the ending are the last ``closing`` letters.
     """
 
-    prompt: str
-    reply: str
-    ending: str
-    rest: str
-
-    @property
-    def written(self) -> str:
-        return self.reply + self.ending
+    begin: int
+    end: int
+    start: int
+    stop: int
+    closing: int
 
 
-def render(messages: Sequence[dict[str, Any]], tokenizer: Any, where: str, answer_next: bool = False) -> str:
-    """The chat template's text, with the generation prompt if ``answer_next``; ``where`` names the messages in a UserError."""
-    if not tokenizer.chat_template:
-        raise UserError("the tokenizer has no chat template: set tokenizer.chat_template and save it with the target.")
-    try:
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answer_next)
-    except jinja2.TemplateError as error:
-        raise UserError(
-            f"{where}: the chat template refuses the messages ({error}): mend them or use another template."
-        ) from error
-
-
-def tokens(text: str, tokenizer: Any) -> list[int]:
-    """Flat ids; the template wrote the special tokens, so the tokenizer adds none (no second BOS)."""
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    assert all(isinstance(token, int) for token in ids), "the tokenizer must give one flat list of ids"
-    return list(ids)
-
-
-def prompt_ids(messages: list[dict[str, Any]], tokenizer: Any) -> list[int]:
+def prompt_ids(messages: list[dict[str, Any]], tokenizer: Any, tools: list[dict[str, Any]] | None = None) -> list[int]:
     """The flat token ids that a server feeds for these messages, generation prompt included.
 
     Raises UserError where the tokenizer has no chat template or the template refuses the messages.
     """
-    return tokens(render(messages, tokenizer, "the prompt", answer_next=True), tokenizer)
+    if any("reasoning_content" in message for message in messages):
+        messages, _ = prepared(messages, template_of(tokenizer, tools))
+    return tokens(render(messages, tokenizer, "the prompt", answer_next=True, tools=tools), tokenizer)
 
 
-def encode(conversation: Conversation, tokenizer: Any, max_length: int | None) -> Encoded:
+def encode(conversation: Conversation, tokenizer: Any, max_length: int | None, only_last: bool = False) -> Encoded:
     """The ids of a conversation up to its last assistant turn, and the mask of what the target itself would write.
 
     The ids of the last turn are those of its generation prompt followed by those of the reply. A turn is supervised from
     its first token through its end-of-turn token, where the prompt's ids stay a prefix of the whole: an earlier turn
-    that the template writes differently later (its reasoning dropped, say) is read and not supervised. ``finish`` "length"
-    stops right after the last reply's text. Whatever is beyond ``max_length`` tokens is cut off on the right.
+    that the template writes differently later (its reasoning dropped, say) is read and not supervised. Turns of weight 0
+    are not supervised, and with ``only_last`` no turn but the last. ``finish`` "length" stops right after the last reply's
+    text. Whatever is beyond ``max_length`` tokens is cut off on the right.
 
-    Raises UserError, naming file and line, where the template refuses the messages or hides where a reply begins or ends.
+    Raises Refused, naming file and row, where this conversation has no safe span for its last turn; UserError where the
+    template or the tokenizer leaves none in any conversation.
     """
-    where = f"{conversation.file}, line {conversation.row}"
-    turns = [i for i, message in enumerate(conversation.messages) if i and message["role"] == "assistant"]
+    template = template_of(tokenizer, conversation.tools)
+    asked = [i for i, message in enumerate(conversation.messages) if i and message["role"] == "assistant"]
+    turns = [i for i in asked if conversation.messages[i].get("weight", 1) != 0]
+    notes = [WEIGHTLESS] * (len(turns) < len(asked)) + [TOOLLESS] * bool(conversation.tools and not template.shows_tools)
     if not turns:  # nobody asked for a reply that opens the conversation
-        return Encoded(np.zeros(0, np.int32), np.zeros(0, bool))
-    messages = conversation.messages[: turns[-1] + 1]
-    last = _turn(messages, tokenizer, where)
-    written = last.reply if conversation.finish == "length" else last.written
-    start, ids = _continued(last.prompt, written, tokenizer)
-    spans = [(start, len(ids))]
-    if conversation.finish != "length":
-        whole = _continued(last.prompt, written + last.rest, tokenizer)[1]
-        if whole[: len(ids)] != ids:
-            raise UserError(f"{where}: the tokenizer joins the end-of-turn token with what follows it: use another template.")
-        ids = whole
-    spans += _earlier_spans(messages, turns[:-1], last.prompt, ids, tokenizer, where)
+        return Encoded(np.zeros(0, np.int32), np.zeros(0, bool), tuple(notes))
+    messages, folded = prepared(conversation.messages[: turns[-1] + 1], template)
+    chat = Chat(messages, conversation.tools, tokenizer, template, f"{conversation.file}, row {conversation.row}")
+    last = chat.turn(turns[-1])
+    notes += [FOLDED] * folded + [THOUGHTLESS] * last.thoughtless
+
+    ids, read, last_span = _last_span(chat, last, conversation.finish == "length")
+    found = [_earlier_span(chat, i, last.prompt, read) for i in turns[:-1] if not only_last]
+    notes += [why for why in found if isinstance(why, str)]
     mask = np.zeros(len(ids), bool)
-    for begin, end in spans:
-        mask[begin:end] = True
-    if GENERATION_TAG.search(str(tokenizer.chat_template)):
-        _narrow(mask, spans, ids, messages, tokenizer)
-    return Encoded(np.array(ids, np.int32)[:max_length], mask[:max_length])
-
-
-def encode_all(
-    conversations: Iterable[Conversation], tokenizer: Any, max_length: int | None, progress: Callable[[int], Any] | None = None
-) -> tuple[list[Encoded], dict[str, int]]:
-    """Encode every conversation; returns those with something to learn, in order, and how many were dropped by reason.
-
-    ``progress`` is called with 1 for each conversation read. Raises UserError when nothing is kept.
-    """
-    kept: list[Encoded] = []
-    dropped: dict[str, int] = {}
-    for conversation in conversations:
-        example = encode(conversation, tokenizer, max_length)
-        if supervises(example.mask):
-            kept.append(example)
-        else:
-            dropped[NO_SUPERVISION] = dropped.get(NO_SUPERVISION, 0) + 1
-        if progress:
-            progress(1)
-    if not kept:
-        raise UserError(
-            f"no conversation is left to learn from ({sum(dropped.values())} without supervised tokens): raise max_length "
-            f"(now {max_length}) or give conversations with longer answers."
-        )
-    return kept, dropped
+    tags = chat.tags(last.prompt + last.written)
+    for span in [*(span for span in found if isinstance(span, Span)), last_span]:
+        why = _supervise(mask, span, ids, tags, read)
+        notes += [why] if why else []
+    notes += [CUT] * (max_length is not None and len(ids) > max_length)
+    return Encoded(np.array(ids, np.int32)[:max_length], mask[:max_length], tuple(dict.fromkeys(notes)))
 
 
 def supervises(mask: np.ndarray) -> bool:
@@ -134,91 +102,90 @@ def supervises(mask: np.ndarray) -> bool:
     return bool((mask[1:-1] & mask[2:]).any())
 
 
-def _continued(prompt: str, text: str, tokenizer: Any) -> tuple[int, list[int]]:
-    """The length of the prompt's ids, and the ids of prompt and text together, which begin with them.
+def check_ids(example: Encoded, vocab_size: int, where: str) -> None:
+    """Raise Refused where a conversation (its place is ``where``) holds a token beyond the model's ``vocab_size``."""
+    largest = int(example.ids.max(initial=0))
+    if largest >= vocab_size:
+        raise Refused(
+            f"{where}: token {largest} is beyond the target's {vocab_size} tokens: use the target's own tokenizer or remove "
+            "that token's text.",
+            "a token beyond the target's vocabulary",
+        )
 
-    Where the text's first letters would merge with the prompt's last ones (a reply that opens with a newline), the two
-    are tokenized apart: the prompt is fed before the reply exists.
+
+def _last_span(chat: Chat, last: Turn, is_cut: bool) -> tuple[list[int], Tokenized, Span]:
+    """The ids of the whole conversation, the text they begin with as it was tokenized, and the last turn's span.
+
+    Where the reply's first letters would merge with the prompt's last ones (a reply that opens with a newline), the two
+    are tokenized apart: the prompt is fed before the reply exists. ``is_cut``: the target wrote no ending.
     """
-    fed, whole = tokens(prompt, tokenizer), tokens(prompt + text, tokenizer)
-    return len(fed), whole if whole[: len(fed)] == fed else fed + tokens(text, tokenizer)
+    written, rest = (last.reply, "") if is_cut else (last.written, last.rest)
+    begin, end = len(last.prompt), len(last.prompt) + len(written)
+    read = Tokenized(last.prompt + written + rest, chat.tokenizer, chat.template)
+    start, stop = read.index(begin), read.index(end)
+    ids = read.ids
+    if start is None or stop is None or read.swallowed(begin):
+        read = Tokenized(last.prompt, chat.tokenizer, chat.template)
+        own = _apart(read, written, chat)
+        start, stop = len(read.ids), len(read.ids) + len(own)
+        ids = read.ids + own + list(chat.template.rest_ids if rest else ())
+    return ids, read, Span(begin, end, start, stop, 0 if is_cut else len(last.ending))
 
 
-def _turn(messages: list[dict[str, Any]], tokenizer: Any, where: str) -> Turn:
-    """The texts of the last message, an assistant's. Raises UserError where its span cannot be told safely."""
-    prompt = render(messages[:-1], tokenizer, where, answer_next=True)
-    whole = render(messages, tokenizer, where)
-    ending, rest = _ending(messages, tokenizer, where)
-    content = messages[-1]["content"]
-    if whole.startswith(prompt) and whole.endswith(ending + rest):
-        reply = whole[len(prompt) : len(whole) - len(ending + rest)]
-        supplied = NO_THOUGHT.match(reply)
-        if supplied and not content.lstrip().startswith(supplied.group().strip()):
-            prompt, reply = prompt + supplied.group(), reply[supplied.end() :]  # the template's words, not the target's
-        headless = prompt == render(messages[:-1], tokenizer, where)
-        if headless and not reply.lstrip().startswith(content.strip()):
-            raise UserError(
-                f"{where}: the chat template ignores add_generation_prompt, so a reply's first token is unknown: mend it."
-            )
-        return Turn(prompt, reply, ending, rest)
-    return Turn(prompt, _thought_continued(prompt, content, where), ending, rest)
+def _apart(read: Tokenized, written: str, chat: Chat) -> list[int]:
+    """The ids of ``written`` behind the prompt ``read``, tokenized by itself. Raises Refused where no ids give that text."""
 
+    def decoded(ids: list[int]) -> str:
+        text = chat.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return unicodedata.normalize("NFKC", text)  # as far as a tokenizer may go in unifying letters
 
-def _thought_continued(prompt: str, content: str, where: str) -> str:
-    """What the target writes after a generation prompt that opens a thought which the rendered reply does not show."""
-    thinks = PROMPT_THINKS.search(prompt)
-    if thinks and thinks.group(1):  # the prompt closed the thought: the answer follows
-        return content.strip()
-    if thinks and content.lstrip().startswith("<think>"):
-        return content.strip().removeprefix("<think>").lstrip()
-    raise UserError(
-        f"{where}: the rendered reply does not continue the template's generation prompt, so no safe span can be "
-        "supervised: use another template, or answers that keep their reasoning where the prompt opens a <think> block."
+    wanted = unicodedata.normalize("NFKC", decoded(read.ids) + written)
+    for front in ("", next(iter(chat.template.cuts), "")):  # some put a space before a text's first word, not before a later
+        own = tokens(front + written, chat.tokenizer)[bool(front) :]
+        if decoded(read.ids + own) == wanted:
+            return own
+    raise Refused(
+        f"{chat.where}: the reply's first letters merge with its header and cannot be tokenized apart: mend the reply.",
+        "the reply cannot be told apart from its header",
     )
 
 
-def _ending(messages: list[dict[str, Any]], tokenizer: Any, where: str) -> tuple[str, str]:
-    """What the template writes after the last reply, cut behind its end-of-turn token."""
-    probe = render([*messages[:-1], {**messages[-1], "content": PLACEHOLDER}], tokenizer, where)
-    tail = probe.rpartition(PLACEHOLDER)[2]
-    named = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
-    ends = [(tail.find(token), -len(token)) for token in named if token.strip() and token in tail]
-    if PLACEHOLDER not in probe or not ends:
-        raise UserError(
-            f"{where}: the chat template writes no end-of-turn token after a reply, so no safe span can be supervised: "
-            "use a template that closes the assistant's turn with a special token."
-        )
-    first, length = min(ends)
-    return tail[: first - length], tail[first - length :]
+def _earlier_span(chat: Chat, i: int, fed: str, read: Tokenized) -> Span | str:
+    """The span of an earlier assistant turn that stands in ``fed`` just as the target wrote it then, or why there is none."""
+    try:
+        turn = chat.turn(i)
+    except Refused:  # the last turn has passed, so it is this turn alone that has no safe span
+        return UNSAFE
+    begin, end = len(turn.prompt), len(turn.prompt) + len(turn.written)
+    if not (fed.startswith(turn.prompt) and fed.startswith(turn.written, begin)):
+        return REWRITTEN
+    start, stop = read.index(begin), read.index(end)
+    if start is None or stop is None or read.swallowed(begin):
+        return JOINED
+    return Span(begin, end, start, stop, len(turn.ending))
 
 
-def _earlier_spans(
-    messages: list[dict[str, Any]], turns: list[int], fed: str, ids: list[int], tokenizer: Any, where: str
-) -> list[tuple[int, int]]:
-    """Token spans of earlier assistant turns that stand in ``ids`` just as the target wrote them then."""
-    spans = []
-    for i in turns:
-        with contextlib.suppress(UserError):  # the last turn has passed, so it is this turn alone that has no safe span
-            turn = _turn(messages[: i + 1], tokenizer, where)
-            if not fed.startswith(turn.prompt + turn.written):
-                continue
-            start, through = _continued(turn.prompt, turn.written, tokenizer)
-            if ids[: len(through)] == through:
-                spans.append((start, len(through)))
-    return spans
+def _supervise(mask: np.ndarray, span: Span, ids: list[int], tags: list[tuple[int, int]] | None, read: Tokenized) -> str | None:
+    """Set a turn's tokens in ``mask``, in place, or say why not. Of a turn with tags only what they mark is supervised."""
+    if read.template.stops.intersection(ids[span.start : span.stop - (span.closing > 0)]):
+        return STOPPED  # the target would not have gone on
+    marked = np.ones(span.stop - span.start, bool) if tags is None else _tagged(span, tags, read)
+    mask[span.start : span.stop] = marked
+    return None if marked.any() else UNTAGGED
 
 
-def _narrow(
-    mask: np.ndarray, spans: list[tuple[int, int]], ids: list[int], messages: list[dict[str, Any]], tokenizer: Any
-) -> None:
-    """Keep, in place, what the template's generation tags mark. A turn's ending stays, whether or not its tag holds it."""
-    if not tokenizer.is_fast:  # the library needs character offsets
-        return
-    marked = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-    if list(marked["input_ids"])[: len(ids)] != ids:  # the reply merged with its prompt: the library's spans are off
-        return
-    tagged = np.array(marked["assistant_masks"][: len(ids)], bool)
-    for start, end in spans:
-        mask[start:end] = tagged[start:end]
-        if tagged[start:end].any():
-            mask[start + int(np.flatnonzero(tagged[start:end])[-1]) : end] = True
+def _tagged(span: Span, tags: list[tuple[int, int]], read: Tokenized) -> np.ndarray:
+    """Which tokens of a span the tags mark: bool [tokens]. The turn's ending stays, whether or not its tag holds it."""
+    own = [(a, b) for a, b in tags if a < span.end and b > span.begin]
+    marked = np.zeros(span.stop - span.start, bool)
+    whole = any(a <= span.begin and b >= span.end - span.closing for a, b in own)
+    if not own or whole:
+        return marked | whole
+    if read.encoding is None or span.stop > len(read.ids):  # no record of the letters behind the ids
+        return ~marked
+    for token in range(span.start, span.stop):
+        begin, end = read.encoding.token_to_chars(token)
+        marked[token - span.start] = any(begin < b and end > a for a, b in own)
+    if marked.any():
+        marked[np.flatnonzero(marked)[-1] :] = True
+    return marked

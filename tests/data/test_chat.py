@@ -1,10 +1,11 @@
+import pickle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from draftsmith.data.chat import Encoded, encode, encode_all, prompt_ids, supervises
+from draftsmith.data.chat import Encoded, Refused, encode, prompt_ids, supervises
 from draftsmith.data.conversations import Conversation
 from draftsmith.errors import UserError
 
@@ -77,14 +78,14 @@ def test_generation_tags_may_leave_a_turn_out(tiny_tokenizer_factory: Any) -> No
         ),
         (
             TAGGED.replace("BODY", "{{ m['content'] + '<|im_end|>\n' }}").replace("<|im_start|>assistant\n", "assistant:"),
-            "does not continue the template's generation prompt",
+            "does not continue the chat template's generation prompt",
         ),
     ],
 )
 def test_a_template_without_a_safe_span_is_refused(tiny_tokenizer_factory: Any, template: str, mend: str) -> None:
     with pytest.raises(UserError, match=mend) as caught:
         encode(chat("hi", "hello"), tiny_tokenizer_factory(template), None)
-    assert "chats.jsonl, line 7" in str(caught.value)
+    assert not isinstance(caught.value, Refused)  # it is no one row's fault
 
 
 def test_no_chat_template(tiny_tokenizer_factory: Any) -> None:
@@ -97,11 +98,22 @@ def test_no_chat_template(tiny_tokenizer_factory: Any) -> None:
 
 def test_a_refusal_of_the_template_names_file_and_row(tiny_tokenizer_factory: Any) -> None:
     turns = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}]
-    with pytest.raises(UserError, match="chats.jsonl, line 7: the chat template refuses the messages .roles must alternate"):
+    with pytest.raises(Refused, match="chats.jsonl, row 7: the chat template refuses the messages .roles must alternate") as no:
         encode(Conversation(turns, "chats.jsonl", 7), tiny_tokenizer_factory("strict"), None)
-    undefined = tiny_tokenizer_factory("{{ messages[0]['name'] + 'x' }}")
-    with pytest.raises(UserError, match="chats.jsonl, line 7: the chat template refuses the messages"):
-        encode(chat("a", "b"), undefined, None)
+    assert no.value.reason == "the chat template refuses the messages"
+    again = pickle.loads(pickle.dumps(no.value))  # as a worker process hands it on
+    assert (str(again), again.reason) == (str(no.value), no.value.reason)
+    calls = [
+        *chat("a").messages,
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+    ]
+    adding = TAGGED.replace(
+        "BODY", "{% for c in m.tool_calls %}{{ c.function.arguments + '' }}{% endfor %}{{ m['content'] }}<|im_end|>"
+    )
+    with pytest.raises(Refused, match="chats.jsonl, row 7: the chat template refuses the messages"):  # a TypeError within
+        encode(Conversation(calls, "chats.jsonl", 7), tiny_tokenizer_factory(adding), None)
+    with pytest.raises(UserError, match="refuses a plain question and answer"):
+        encode(chat("a", "b"), tiny_tokenizer_factory("{{ messages[0]['name'] + 'x' }}"), None)
     with pytest.raises(UserError, match="the prompt: the chat template refuses the messages"):
         prompt_ids(turns[:2], tiny_tokenizer_factory("strict"))
 
@@ -244,28 +256,7 @@ def test_a_prompt_that_closes_an_empty_thought_is_continued(tiny_tokenizer_facto
     assert tokenizer.decode(example.ids).endswith("<think>\n\n</think>\n\n" + ANSWER + "<|im_end|>\n")
 
 
-# -- CASE 03 and 08: rows that teach nothing -----------------------------------------------------------------------
-
-
-def test_a_row_without_supervised_tokens_is_dropped_and_counted(tiny_tokenizer_factory: Any) -> None:
-    tokenizer = tiny_tokenizer_factory()
-    long, good = chat("x" * 40, "abcd"), chat("b", "cde")
-    kept, dropped = encode_all([long, good, long], tokenizer, 40)
-    assert dropped == {"no supervised tokens": 2}
-    assert [example.ids.tolist() for example in kept] == [encode(good, tokenizer, 40).ids.tolist()]
-    with pytest.raises(
-        UserError, match="no conversation is left to learn from .1 without supervised tokens.: raise max_length .now 40."
-    ):
-        encode_all([long], tokenizer, 40)
-
-
-def test_every_row_is_read_in_order_and_the_progress_told(tiny_tokenizer_factory: Any) -> None:
-    steps: list[int] = []
-    kept, dropped = encode_all([chat(f"q{i}", f"answer {i}") for i in range(20)], tiny_tokenizer_factory(), None, steps.append)
-    assert len(kept) == sum(steps) == 20 and dropped == {}
-    decode = tiny_tokenizer_factory().decode
-    assert [f"answer {i}" in decode(example.ids) for i, example in enumerate(kept)] == [True] * 20
-    assert len(kept[0].ids) > 2
+# -- CASE 03: rows that teach nothing -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("limit", [1, 12, 16, 18, 22])
