@@ -13,7 +13,9 @@ import torch
 from ..errors import UserError
 from ..sampling import Sampling
 from ..target import Target
-from .chat import render
+from .chat import render, tokens
+from .generation import continue_batch
+from .loops import loops
 
 SHINGLE = 8  # words
 PLACEHOLDER = "draftsmith-user-turn"
@@ -71,15 +73,6 @@ def user_words(user: str) -> tuple[str, ...]:
     return tuple(user.lower().split())
 
 
-def loops(words: list[str]) -> bool:
-    """Whether fewer than 60 % of the text's word 4-grams are distinct: the mark of a degenerate loop.
-
-    Words are runs of letters, so a list that only counts upwards loops too.
-    """
-    grams = [tuple(words[i : i + 4]) for i in range(len(words) - 3)]
-    return len(grams) >= 8 and len(set(grams)) < 0.6 * len(grams)
-
-
 def synthesize(
     target: Target, count: int, settings: Settings, keep: Filter, progress: Callable[[int], Any]
 ) -> Iterator[dict[str, Any]]:
@@ -118,23 +111,13 @@ def user_header(target: Target) -> str:
     return text[: text.index(PLACEHOLDER)]
 
 
-@torch.inference_mode()
 def generate(target: Target, prompts: list[str], sampling: Sampling, limit: int) -> list[tuple[str, bool]]:
-    """Continue each prompt text; returns (text, whether it ended by itself), in order, stripped of special tokens."""
-    tokenizer = target.tokenizer
-    encoded = [tokenizer(prompt, add_special_tokens=False).input_ids for prompt in prompts]
-    width, pad = max(map(len, encoded)), min(target.eos_ids, default=0)
-    ids = torch.tensor([[pad] * (width - len(row)) + row for row in encoded], device=target.device)
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in encoded], device=target.device)
-    chosen: dict[str, Any] = {"do_sample": False}
-    if not sampling.greedy:
-        chosen = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
-    out = target.model.generate(ids, attention_mask=mask, max_new_tokens=limit, pad_token_id=pad, **chosen)[:, width:]
-    texts = []
-    for row in out.tolist():
-        end = next((i for i, token in enumerate(row) if token in target.eos_ids), None)
-        texts.append((tokenizer.decode(row[:end], skip_special_tokens=True).strip(), end is not None))
-    return texts
+    """Continue each prompt text; returns (text, whether it ended by itself), in order.
+
+    Texts come stripped of special tokens and outer whitespace, since a user turn is made of one.
+    """
+    written = continue_batch(target, [tokens(prompt, target.tokenizer) for prompt in prompts], sampling, limit)
+    return [(target.tokenizer.decode(row.ids, skip_special_tokens=True).strip(), row.ended) for row in written]
 
 
 def write(
