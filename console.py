@@ -6,6 +6,7 @@ import traceback
 from pathlib import Path
 from typing import Annotated, Any, Self
 
+import datasets
 import transformers
 import typer
 from rich.console import Console
@@ -22,7 +23,7 @@ Out = Annotated[Path, typer.Option(help="the directory to write")]
 Seed = Annotated[int, typer.Option(help="of everything drawn at random")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")]
 
-stderr = Console(file=sys.stderr, highlight=False)
+stderr = Console(stderr=True, highlight=False)
 
 
 def note(text: str) -> None:
@@ -48,6 +49,7 @@ def run_command_line(app: typer.Typer) -> None:
     """Run the process's command line. A user's mistake ends it with one sentence on stderr and status 2."""
     if not stderr.is_terminal:
         transformers.utils.logging.disable_progress_bar()
+        datasets.disable_progress_bars()
     try:
         app()
     except UserError as error:

@@ -187,15 +187,26 @@ class Target:
         return Features(torch.cat(tapped, dim=-1) if tapped else last[..., :0], last)
 
     @torch.no_grad()
-    def features(self, ids: Tensor, taps: Sequence[int]) -> Features:
+    def features(self, ids: Tensor, taps: Sequence[int], positions: Tensor | None = None) -> Features:
         """Run right-padded ids [batch, time] through the decoder; the output head is not run.
+
+        ``positions`` [batch, time] restart at 0 with each sequence packed into a row, and no sequence sees another (the
+        library reads that from the positions); None: one sequence a row.
 
         Returns taps [batch, time, n_taps * hidden] and last [batch, time, hidden]. Rows beyond a sequence's own length
         are garbage: with causal attention and padding on the right they never reach a real row.
         """
         with self._watch(taps) as seen:
-            self.decoder(input_ids=ids.to(self.device), use_cache=False)
+            where = {} if positions is None else {"position_ids": positions.to(self.device)}
+            self.decoder(input_ids=ids.to(self.device), use_cache=False, **where)
         return self._features(seen, taps)
+
+    def keeps_packed_apart(self) -> bool:
+        """Whether sequences packed into one row give the states that each gives alone, to a tenth of their size."""
+        first, second = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[5, 6, 7]])
+        together = self.features(torch.cat([first, second], 1), (), torch.tensor([[0, 1, 2, 3, 0, 1, 2]])).last
+        alone = self.features(second, ()).last
+        return bool((together[:, 4:] - alone).norm() < 0.1 * alone.norm())
 
     def logits(self, last: Tensor) -> Tensor:
         """Logits [..., V] of last hidden states [..., hidden], by the model's own code: scales and soft caps included.

@@ -1,79 +1,248 @@
-"""Where a head's inputs come from: today the frozen target itself, run as they are asked for."""
+"""Where a head's inputs come from: the frozen target, run as they are asked for, and what was kept of earlier runs."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
+from ..console import note
 from ..errors import UserError
 from ..target import Features, Target
-from .batches import collate
+from .batches import Batch, collate
 from .chat import Encoded
+from .examples import Examples
+from .manifest import Identity
+from .packed import unpack
+from .store import DamagedRow, KeptRow, Store, StoreWriter
 
 PAD = 0  # any id will do: padding stands on the right, where causal attention never looks, and the mask is False there
+LOOK_AGAIN = 30  # seconds between two looks at what other processes have written
+BLANK = Encoded(np.zeros(1, np.int32), np.zeros(1, bool))
 
 
 @dataclass
 class FeatureBatch:
-    """A batch on the target's device: ``ids`` int64 [batch, time], ``mask`` bool [batch, time] (supervised tokens) and
-    ``features`` with taps [batch, time, n_taps * hidden] and last [batch, time, hidden]; zeros on the padding."""
+    """A batch on the target's device: ``ids`` and ``positions`` int64, ``mask`` bool (supervised tokens), all [lines, time],
+    and ``features`` with taps [lines, time, n_taps * hidden] and last [lines, time, hidden]; zeros on the padding.
+
+    ``positions`` restart with each example packed into a line; None: one example a line. ``tokens`` counts what is not padding.
+    """
 
     ids: Tensor
     mask: Tensor
     features: Features
+    positions: Tensor | None
+    tokens: int
+
+
+class Source(Protocol):
+    """What a training run reads: ``lengths`` int32 [rows], and batches of any rows."""
+
+    lengths: np.ndarray
+
+    def batch(self, rows: list[int]) -> FeatureBatch:
+        """Ids, mask, positions and hidden states of ``rows``; there may be none."""
+        ...
+
+    def flush(self) -> None:
+        """Have on the disk what is to be found there by a run that resumes."""
+        ...
+
+
+class Shelf(Protocol):
+    """Where states are kept between epochs, row by row, without padding: in memory or on disk."""
+
+    def get(self, row: int) -> Features | None: ...
+
+    def put(self, row: int, example: Encoded, features: Features) -> Features:
+        """Keep a row; returns its states as ``get`` will, so that the first epoch sees what the later ones see."""
+        ...
+
+    def flush(self) -> None:
+        """Bring to where it outlives the process what is meant to."""
+        ...
+
+
+class Memory:
+    """States in host memory, in the target's dtype."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, Features] = {}
+
+    def get(self, row: int) -> Features | None:
+        return self.rows.get(row)
+
+    def put(self, row: int, example: Encoded, features: Features) -> Features:
+        # a copy, or each view would keep its whole padded batch alive
+        self.rows[row] = Features(features.taps.to("cpu", copy=True), features.last.to("cpu", copy=True))
+        return features
+
+    def flush(self) -> None:
+        pass
+
+
+class Disk:
+    """States in a feature store that fills as they are computed, up to ``budget`` bytes of this process's own.
+
+    Several processes fill one store, each under its own ``name``, and read what the others wrote. Raises UserError where the
+    directory is a store of other states.
+    """
+
+    def __init__(self, directory: Path, identity: Identity, dtype: torch.dtype, budget: float, name: str) -> None:
+        self.writer = StoreWriter(directory, identity, name=name)
+        self.store = Store(directory, growing=True)
+        self.dtype = dtype
+        self.left = budget - sum(file.stat().st_size for file in directory.glob(f"{name}-*"))
+        self.waiting: set[int] = set()
+        self.looked = time.monotonic()
+
+    def get(self, row: int) -> Features | None:
+        if row in self.waiting:
+            self.flush()
+        if row not in self.store and time.monotonic() - self.looked > LOOK_AGAIN:
+            self._look()
+        if row not in self.store:
+            return None
+        try:
+            return self.store.read(row, self.writer.identity.taps, self.dtype)[1]
+        except DamagedRow as error:
+            note(f"computed again: {error}")
+            return None
+
+    def put(self, row: int, example: Encoded, features: Features) -> Features:
+        kept = KeptRow.of(row, example, features, self.writer.identity)
+        if row not in self.store and kept.nbytes <= self.left:
+            self.left -= kept.nbytes
+            self.waiting.add(row)
+            self.writer.add(row, example, features)
+        return unpack(kept.tensors, self.dtype)
+
+    def flush(self) -> None:
+        self.writer.flush()
+        self.waiting.clear()
+        self._look()
+
+    def _look(self) -> None:
+        self.store.refresh()
+        self.looked = time.monotonic()
 
 
 class OnlineFeatures:
-    """Hidden states straight from the target. A store of precomputed states offers the same ``batch`` method.
+    """Hidden states from the target, and from the ``shelf`` where one is given and holds them already.
 
-    With ``remember`` each row's states stay in host memory, unpadded and in the target's dtype, from the first time they
-    are computed, so that later epochs do not run the target (``remembered_bytes`` tells how much that takes).
-    Raises UserError for taps outside the target and for rows longer than its positions.
+    ``width``: pack examples into lines of that many tokens; None: one a line. Raises UserError for taps outside the target,
+    for examples longer than its positions, and for packing on a target that would let packed examples see each other.
     """
 
-    def __init__(self, target: Target, examples: Sequence[Encoded], taps: Sequence[int], remember: bool) -> None:
+    def __init__(
+        self,
+        target: Target,
+        examples: Sequence[Encoded],
+        taps: Sequence[int],
+        shelf: Shelf | None = None,
+        width: int | None = None,
+    ) -> None:
         target.check_taps(taps)
-        longest = max((len(example.ids) for example in examples), default=0)
-        if longest > target.max_positions:
-            raise UserError(
-                f"a conversation of {longest} tokens is longer than the {target.max_positions} positions of {target.name!r}: "
-                f"set max_length to at most {target.max_positions}."
-            )
-        self.target = target
-        self.examples = examples
-        self.taps = tuple(taps)
-        self.remember = remember
-        self.remembered: dict[int, Features] = {}
+        self.lengths = lengths_of(examples)
+        check_lengths(self.lengths, target)
+        check_packing(target, width)
+        self.target, self.examples = target, examples
+        self.taps, self.shelf, self.width = tuple(taps), shelf, width
 
     def batch(self, rows: list[int]) -> FeatureBatch:
-        """Ids, mask and hidden states of the examples ``rows``; the target runs on those not remembered. Rows may be none."""
-        batch = collate(self.examples, rows, PAD)
-        known = {row: self.remembered[row] for row in rows if row in self.remembered}
-        known |= self._compute([row for row in dict.fromkeys(rows) if row not in known])
-        device, dtype = self.target.device, self.target.dtype
-        if rows:
-            taps = pad_sequence([known[row].taps.to(device) for row in rows], batch_first=True)
-            last = pad_sequence([known[row].last.to(device) for row in rows], batch_first=True)
-        else:
-            taps = torch.zeros(0, 0, len(self.taps) * self.target.hidden_size, dtype=dtype, device=device)
-            last = torch.zeros(0, 0, self.target.hidden_size, dtype=dtype, device=device)
-        return FeatureBatch(batch.ids.to(device), batch.mask.to(device), Features(taps, last))
+        examples = {row: self.examples[row] for row in dict.fromkeys(rows)}
+        kept = {row: self.shelf.get(row) for row in examples} if self.shelf else {}
+        known = {row: features for row, features in kept.items() if features is not None}
+        known |= self._compute({row: example for row, example in examples.items() if row not in known})
+        return side_by_side(collate(examples, rows, PAD, self.width), known, self.target, len(self.taps))
 
-    def _compute(self, rows: list[int]) -> dict[int, Features]:
+    def flush(self) -> None:
+        if self.shelf:
+            self.shelf.flush()
+
+    def _compute(self, examples: dict[int, Encoded]) -> dict[int, Features]:
         """Each row's own states [time, ...], without padding."""
-        if not rows:
+        if not examples:
             return {}
-        states = self.target.features(collate(self.examples, rows, PAD).ids, self.taps)
-        fresh = {row: states.rows((i, slice(len(self.examples[row].ids)))) for i, row in enumerate(rows)}
-        if self.remember:  # a copy, or each view would keep its whole padded batch alive
-            for row, own in fresh.items():
-                self.remembered[row] = Features(own.taps.to("cpu", copy=True), own.last.to("cpu", copy=True))
-        return fresh
+        batch = collate(examples, list(examples), PAD, self.width)
+        states = self.target.features(batch.ids, self.taps, batch.positions if self.width else None)
+        fresh = {row: states.rows((place.line, place.tokens)) for row, place in batch.places.items()}
+        return {row: self.shelf.put(row, examples[row], own) for row, own in fresh.items()} if self.shelf else fresh
 
 
-def remembered_bytes(examples: Sequence[Encoded], target: Target, taps: Sequence[int]) -> int:
-    """The bytes of host memory that remembering every example takes: (taps + 1) * hidden * bytes a number * tokens."""
-    tokens = sum(len(example.ids) for example in examples)
-    return (len(taps) + 1) * target.hidden_size * target.dtype.itemsize * tokens
+class StoredFeatures:
+    """Ids, masks and hidden states from a store; the target only says what they must fit.
+
+    A row that the store holds damaged is named once and takes part without supervision, or stops the run under ``strict``.
+    """
+
+    def __init__(
+        self, store: Store, target: Target, taps: Sequence[int], width: int | None = None, strict: bool = False
+    ) -> None:
+        store.check(target, taps)
+        check_packing(target, width)
+        self.store, self.target, self.taps = store, target, tuple(taps)
+        self.lengths, self.width, self.strict = store.lengths, width, strict
+        self.damaged: set[int] = set()
+
+    def batch(self, rows: list[int]) -> FeatureBatch:
+        read = {row: self._read(row) for row in dict.fromkeys(rows)}
+        batch = collate({row: example for row, (example, _) in read.items()}, rows, PAD, self.width)
+        return side_by_side(batch, {row: own for row, (_, own) in read.items() if own}, self.target, len(self.taps))
+
+    def flush(self) -> None:
+        pass
+
+    def _read(self, row: int) -> tuple[Encoded, Features | None]:
+        try:
+            return self.store.read(row, self.taps, self.target.dtype)
+        except DamagedRow as error:
+            if self.strict:
+                raise
+            if row not in self.damaged:
+                note(f"left out: {error}")
+            self.damaged.add(row)
+            return BLANK, None
+
+
+def side_by_side(batch: Batch, known: dict[int, Features], target: Target, n_taps: int) -> FeatureBatch:
+    """Lay each row's states where its ids stand in the batch."""
+    lines, time = batch.ids.shape
+    device, dtype = target.device, target.dtype
+    taps = torch.zeros(lines, time, n_taps * target.hidden_size, dtype=dtype, device=device)
+    last = torch.zeros(lines, time, target.hidden_size, dtype=dtype, device=device)
+    for row, own in known.items():
+        place = batch.places[row]
+        taps[place.line, place.tokens] = own.taps.to(device, dtype)
+        last[place.line, place.tokens] = own.last.to(device, dtype)
+    tokens = sum(place.tokens.stop - place.tokens.start for place in batch.places.values())
+    ids, mask, positions = (part.to(device) for part in (batch.ids, batch.mask, batch.positions))
+    return FeatureBatch(ids, mask, Features(taps, last), positions, tokens)
+
+
+def lengths_of(examples: Sequence[Encoded]) -> np.ndarray:
+    """The length of every example in tokens: int32 [rows]."""
+    if isinstance(examples, Examples):
+        return examples.lengths
+    return np.array([len(example.ids) for example in examples], np.int32)
+
+
+def check_lengths(lengths: np.ndarray, target: Target) -> None:
+    longest = int(max(lengths, default=0))
+    if longest > target.max_positions:
+        raise UserError(
+            f"a conversation of {longest} tokens is longer than the {target.max_positions} positions of {target.name!r}: "
+            f"set max_length to at most {target.max_positions}."
+        )
+
+
+def check_packing(target: Target, width: int | None) -> None:
+    if width and not target.keeps_packed_apart():
+        raise UserError(
+            f"target {target.name!r} lets sequences that share a row see each other: set data.pack to false for it."
+        )

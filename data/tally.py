@@ -3,7 +3,8 @@
 import json
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import IO, Any
+from pathlib import Path
+from typing import IO, Any, Self
 
 from ..errors import UserError
 
@@ -23,7 +24,7 @@ class Tally:
     changed: Counter[str] = field(default_factory=Counter)
     changed_rows: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
-    damaged: dict[str, str] | None = None
+    damaged: dict[str, Any] | None = None
     rejects: IO[str] | None = None
     strict: bool = False
 
@@ -48,10 +49,28 @@ class Tally:
         self.dropped[reason] += 1
         if self.rejects:
             record = {"file": file, "row": row, "reason": reason, "detail": detail, "value": value}
-            self.rejects.write(json.dumps(record, ensure_ascii=False) + "\n")
+            line = json.dumps(record, ensure_ascii=False)
+            self.rejects.write(line.encode(errors="backslashreplace").decode() + "\n")  # half a surrogate, as JSON writes it
         if self.strict:
             said = f"{reason} ({detail})" if detail else reason
             raise UserError(f"{file}, row {row}: {said}: mend or remove the row, or leave out --strict to drop it.")
+
+    def take(self, other: "Tally", rejects: Path) -> None:
+        """Add another tally, whose rejects lie in a file. Raises UserError under ``strict`` where it dropped a row."""
+        self.read += other.read
+        self.changed += other.changed
+        self.changed_rows += other.changed_rows
+        self.damaged = self.damaged or other.damaged
+        with open(rejects, encoding="utf-8") as lines:
+            for record in map(json.loads, lines):
+                self.drop(**record)
+
+    @classmethod
+    def of(cls, document: dict[str, Any]) -> Self:
+        """The tally that ``as_json`` wrote."""
+        rows = document["rows"]
+        dropped, changed = Counter(document["reasons"]), Counter(document["changes"])
+        return cls(rows["read"], changed, rows["changed"], dropped, document["damaged"])
 
     def as_json(self) -> dict[str, Any]:
         """{rows: {read, kept, changed, dropped}, reasons, changes, damaged}."""

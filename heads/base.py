@@ -5,7 +5,8 @@ Alignment, stated once. Tokens are x_0 .. x_{T-1}; the target's state at positio
 * A row is a position t whose state is known and whose next token x_{t+1} is known too (the target just wrote it).
 * Depth i (0-based) of row t predicts x_{t+2+i}. The teacher for it is the target's own distribution at position t+1+i.
 * Row t is supervised at depth i when x_{t+1} .. x_{t+2+i} are all the assistant's: at serving a draft starts behind a
-  token the target wrote and never runs past the end of its turn.
+  token the target wrote and never runs past the end of its turn. The first token of a sequence is never the
+  assistant's, so where sequences are packed into one row, no supervised row reaches into the next sequence.
 
 A Medusa head i reads the last hidden state of t. A head of the EAGLE kind reads the feature of t and the embedding of
 x_{t+1}, then its own output and the embedding of x_{t+1+i}.
@@ -137,7 +138,8 @@ class Depth:
 
 def supervised(mask: Tensor, depths: int) -> list[Tensor]:
     """For each depth the bool map [batch, time] of supervised rows, as above; ``mask`` marks x_t as the assistant's."""
-    shifted = [torch.nn.functional.pad(mask[:, k:], (0, k)) for k in range(1, depths + 2)]
+    time = mask.shape[1]
+    shifted = [torch.nn.functional.pad(mask[:, k:], (0, min(k, time))) for k in range(1, depths + 2)]
     run, maps = shifted[0], []
     for following in shifted[1:]:
         run = run & following
@@ -197,8 +199,14 @@ class DraftHead(nn.Module, ABC):
         """Fill the fresh weights, as ``options.init`` says."""
 
     @abstractmethod
-    def forward(self, ids: Tensor, mask: Tensor, features: Features, target: Target) -> list[Depth]:
-        """The training forward over right-padded ids [batch, time] with the target's features: the logits of every depth."""
+    def forward(
+        self, ids: Tensor, mask: Tensor, features: Features, target: Target, positions: Tensor | None = None
+    ) -> list[Depth]:
+        """The training forward over right-padded ids [batch, time] with the target's features: the logits of every depth.
+
+        ``positions`` [batch, time] restart at 0 with each sequence packed into a row, and no sequence may see another;
+        None: one sequence a row.
+        """
 
     @property
     def deepest(self) -> int | None:

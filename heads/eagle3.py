@@ -16,7 +16,15 @@ from torch.nn import functional as F
 from ..errors import UserError
 from ..target import Features, Target
 from .base import Depth, DraftHead, HeadConfig, Shape, move_taps, supervised
-from .layers import FeatureLayer, LlamaConfig, LlamaRMSNorm, LlamaRotaryEmbedding, llama_layer_config, unrolled_attention
+from .layers import (
+    FeatureLayer,
+    LlamaConfig,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    causal,
+    llama_layer_config,
+    unrolled_attention,
+)
 
 
 class Eagle3Options(BaseModel):
@@ -99,9 +107,13 @@ class Eagle3Head(DraftHead):
             taps = torch.cat([norm(tap) for norm, tap in zip(self.fc_norm, taps.chunk(len(self.fc_norm), -1), strict=True)], -1)
         return self.fc(taps)
 
-    def forward(self, ids: Tensor, mask: Tensor, features: Features, target: Target) -> list[Depth]:
+    def forward(
+        self, ids: Tensor, mask: Tensor, features: Features, target: Target, positions: Tensor | None = None
+    ) -> list[Depth]:
         """Training-time test: step i reads the layer's own output of step i-1 and the embedding of x_{t+1+i}."""
-        time = ids.shape[1]
+        if positions is None:
+            positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        seen = causal(positions)
         hidden, after = self.fuse(features.taps), ids
         keys: list[Tensor] = []
         values: list[Tensor] = []
@@ -109,11 +121,10 @@ class Eagle3Head(DraftHead):
         for step, rows in enumerate(supervised(mask, self.config.depths)):
             after = F.pad(after[:, 1:], (0, 1))  # x_{t+1+step} at index t
             entered, residual = self.layer.enter(target.embed(after).to(hidden.dtype), hidden)
-            positions = torch.arange(step, step + time, device=ids.device)[None]
-            q, k, v = self.layer.self_attn.project(entered, self.rotary(entered, positions))
+            q, k, v = self.layer.self_attn.project(entered, self.rotary(entered, positions + step))
             keys.append(k)
             values.append(v)
-            hidden = self.layer.leave(residual, unrolled_attention(q, keys, values))
+            hidden = self.layer.leave(residual, unrolled_attention(q, keys, values, seen))
             normed = self.norm(hidden)
             flat = rows.flatten().nonzero().squeeze(1)
             depths.append(Depth(flat, self.lm_head(normed.flatten(0, 1)[flat])))

@@ -78,17 +78,27 @@ class FeatureAttention(nn.Module):
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
-def unrolled_attention(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+def causal(positions: Tensor) -> Tensor:
+    """Which column a row may see, bool [batch, 1, time, time]: the earlier ones of its own sequence, and itself.
+
+    ``positions`` [batch, time] restart at 0 with every sequence that is packed into a row.
+    """
+    index = torch.arange(positions.shape[-1], device=positions.device)
+    start = index - positions  # the column where a row's own sequence begins
+    return ((index >= start[..., None]) & (index <= index[:, None]))[:, None]
+
+
+def unrolled_attention(q: Tensor, keys: list[Tensor], values: list[Tensor], seen: Tensor) -> Tensor:
     """Attention of training-time test: step-0 keys causal, every later step's key only on the diagonal (EAGLE-3, 4.2).
 
-    q [batch, heads, time, dim] belongs to the last step; keys and values [batch, kv_heads, time, dim] to every step so far.
+    q [batch, heads, time, dim] belongs to the last step; keys and values [batch, kv_heads, time, dim] to every step so far;
+    ``seen`` [batch, 1, time, time] tells which step-0 keys a row sees.
     Row t then sees true features up to t and the chain of its own drafts: exactly what it sees when it drafts.
     """
     batch, heads, time, dim = q.shape
     kv_heads = keys[0].shape[1]
     grouped = q.view(batch, kv_heads, heads // kv_heads, time, dim) * dim**-0.5
-    causal = torch.ones(time, time, dtype=torch.bool, device=q.device).tril()
-    scores = (grouped @ keys[0].unsqueeze(2).transpose(-1, -2)).float().masked_fill(~causal, float("-inf"))
+    scores = (grouped @ keys[0].unsqueeze(2).transpose(-1, -2)).float().masked_fill(~seen[:, None], float("-inf"))
     own = [(grouped * key.unsqueeze(2)).sum(-1, keepdim=True).float() for key in keys[1:]]
     weights = torch.cat([scores, *own], dim=-1).softmax(-1).to(values[0].dtype)
     mixed = weights[..., :time] @ values[0].unsqueeze(2)
@@ -120,4 +130,12 @@ class FeatureLayer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-__all__ = ["FeatureLayer", "LlamaConfig", "LlamaRMSNorm", "LlamaRotaryEmbedding", "llama_layer_config", "unrolled_attention"]
+__all__ = [
+    "FeatureLayer",
+    "LlamaConfig",
+    "LlamaRMSNorm",
+    "LlamaRotaryEmbedding",
+    "causal",
+    "llama_layer_config",
+    "unrolled_attention",
+]

@@ -79,7 +79,9 @@ class MedusaHead(DraftHead):
         hidden = self.blocks[depth](last.to(next(self.parameters()).dtype))
         return self.lm_heads[depth](hidden) if self.options.lm_head == "own" else target.logits(hidden)
 
-    def forward(self, ids: Tensor, mask: Tensor, features: Features, target: Target) -> list[Depth]:
+    def forward(
+        self, ids: Tensor, mask: Tensor, features: Features, target: Target, positions: Tensor | None = None
+    ) -> list[Depth]:
         depths = []
         for depth, rows in enumerate(supervised(mask, self.config.depths)):
             flat = rows.flatten().nonzero().squeeze(1)

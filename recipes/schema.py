@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
+from ..data.records import local_files
 from ..errors import UserError
 from ..heads.kinds import KINDS
 
@@ -22,10 +23,31 @@ class TargetSection(Section):
 
 
 class DataSection(Section):
-    train: str = Field(description="JSONL of conversations; relative to the recipe's folder or the working directory")
-    held_out: str
+    train: str | list[str] = Field(description="conversations; relative to the recipe's folder or the working directory")
+    held_out: str | list[str]
+    format: str = Field(default="auto", description="the shape of a record; auto: told by its content")
+    columns: dict[str, str] = Field(default={}, description="our names of a record's parts: the file's")
+    split: str = Field(default="train", description="the part of a data set")
+    salvage: bool = Field(default=False, description="go on behind damage, keeping what can be read")
+    strict: bool = Field(default=False, description="stop at the first row that would be dropped")
     max_length: int = Field(default=2048, ge=8, description="tokens; longer conversations are cut")
-    remember_features: bool = Field(default=False, description="keep hidden states in memory after the first epoch")
+    only_last: bool = Field(default=False, description="supervise each conversation's last answer alone")
+    workers: int = Field(default=1, ge=1, description="processes that tokenize")
+    pack: bool = Field(default=False, description="lay several conversations into one line of max_length tokens")
+    features: Literal["online", "memory", "store", "write-through"] = Field(
+        default="online", description="where hidden states come from; all but store run the target"
+    )
+    store: str | None = Field(default=None, description="the feature store's directory, for store and write-through")
+    store_dtype: Literal["float32", "bfloat16", "float16", "int8"] = Field(
+        default="bfloat16", description="of a write-through store"
+    )
+    store_budget: float | None = Field(default=None, gt=0, description="GB that a write-through store may take; null: no limit")
+
+    @model_validator(mode="after")
+    def names_its_store(self) -> Self:
+        if self.features in ("store", "write-through") and not self.store:
+            raise ValueError(f"features: {self.features} needs data.store: name the store's directory")
+        return self
 
 
 class HeadSection(Section):
@@ -92,10 +114,14 @@ class Recipe(Section):
     output: str = Field(description="the run directory; must not exist unless the run is resumed or forced")
     _folder: Path = PrivateAttr(default=Path())
 
-    def data_file(self, name: str) -> Path:
-        """A data file of the recipe: as it stands if it exists, else relative to the recipe's own folder."""
-        path = Path(name)
-        return path if path.exists() or path.is_absolute() else self._folder / path
+    def sources(self, part: Literal["train", "held_out"]) -> list[str]:
+        """The data sources of a part: each as it stands, or relative to the recipe's own folder where only that exists."""
+        named = getattr(self.data, part)
+        return [self._source(name) for name in ([named] if isinstance(named, str) else named)]
+
+    def _source(self, name: str) -> str:
+        beside = str(self._folder / name)
+        return beside if not local_files(name) and local_files(beside) else name
 
     def to_yaml(self) -> str:
         """The resolved recipe, every default filled in."""

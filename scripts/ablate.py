@@ -11,16 +11,19 @@ import json
 import tempfile
 import time
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from draftsmith.console import note
-from draftsmith.data.features import OnlineFeatures
+from draftsmith.data.features import Memory, OnlineFeatures
+from draftsmith.data.tally import Tally
 from draftsmith.recipes.schema import load_recipe, shipped
 from draftsmith.target import Features, Target
 from draftsmith.train.loop import prepare, read_examples, start
 
 TAPS = [2, 3, 15, 27, 29]
+PARTS: tuple[Literal["train", "held_out"], ...] = ("train", "held_out")
 CHOICES = {
     "the recipe": [],
     "everything from random": ["head.options.init_layer=random", "head.options.init_lm_head=random"],
@@ -45,13 +48,13 @@ def shared_features(base: list[str]) -> tuple[dict[str, dict[int, Features]], Ta
     recipe = load_recipe("demo", base)
     target = Target.load(recipe.target.name, recipe.target.dtype)
     found = {}
-    for part in ("train", "held_out"):
-        examples, _ = read_examples(recipe, getattr(recipe.data, part), target)
-        source = OnlineFeatures(target, examples, TAPS, remember=True)
+    for part in PARTS:
+        examples, shelf = read_examples(recipe, part, target, Tally()), Memory()
+        source = OnlineFeatures(target, examples, TAPS, shelf)
         order = sorted(range(len(examples)), key=lambda row: len(examples[row].ids))
         for first in range(0, len(order), 8):
             source.batch(order[first : first + 8])
-        found[part] = source.remembered
+        found[part] = shelf.rows
     return found, target
 
 
@@ -69,8 +72,9 @@ def run(changes: list[str], features: dict[str, dict[int, Features]], out: Path)
     recipe = load_recipe("demo", changes)
     accelerator = start(recipe)
     state = prepare(recipe, accelerator, out, resume=False)
-    for part, source in (("train", state.train), ("held_out", state.held_out)):
-        source.remembered = select(features[part], source.taps, state.target.hidden_size)
+    for part, source in zip(PARTS, (state.train, state.held_out), strict=True):
+        assert isinstance(source, OnlineFeatures) and isinstance(source.shelf, Memory)
+        source.shelf.rows = select(features[part], source.taps, state.target.hidden_size)
     began = time.perf_counter()
     for step in range(state.steps):
         state.advance(state.global_batch(step))

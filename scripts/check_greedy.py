@@ -24,7 +24,7 @@ import transformers
 
 from draftsmith.console import Progress, note
 from draftsmith.data.chat import Encoded
-from draftsmith.data.features import OnlineFeatures
+from draftsmith.data.features import Memory, OnlineFeatures
 from draftsmith.data.vocab import choose, count_tokens, special_ids
 from draftsmith.errors import UserError
 from draftsmith.eval.harness import NEAR_TIE, divergence, per_position, tau
@@ -132,7 +132,7 @@ def fit_fresh(target: Target, prompts: list[list[int]], texts: list[list[int]], 
 
 
 def fit(head: DraftHead, target: Target, examples: list[Encoded], steps: int) -> DraftHead:
-    features = OnlineFeatures(target, examples, head.config.taps, remember=True)
+    features = OnlineFeatures(target, examples, head.config.taps, Memory())
     optimizer = torch.optim.AdamW(head.parameters(), lr=RATE)
     for step in bar(f"fitting {head.kind}", list(range(steps))):
         rows = [(step * BATCH + i) % len(examples) for i in range(min(BATCH, len(examples)))]

@@ -33,7 +33,7 @@ def main() -> None:
     note(f"2 of 3: measuring it on {PROMPTS} held-out prompts, {COMPARED} of them decoded without the head, too")
     target, head = Target.load(recipe.target.name, "float32"), load_head(RUN / "head")
     # the first held-out prompts chose the head, so they do not measure it
-    prompts = read_prompts(recipe.data_file(recipe.data.held_out))[recipe.eval.prompts :][:PROMPTS]
+    prompts = read_prompts(recipe.sources("held_out"))[recipe.eval.prompts :][:PROMPTS]
     result = measure(target, head, prompts, parse(recipe.eval.tree), NEW_TOKENS, baseline=COMPARED, show=True)
     with new_directory(RUN / "eval", force=True) as partial:
         write_report([result], partial, {"dtype": "float32", "max_new_tokens": NEW_TOKENS, "seed": 0})

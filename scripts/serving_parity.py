@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy
 
 from draftsmith.console import Progress, note
 from draftsmith.data.chat import Encoded
-from draftsmith.data.features import OnlineFeatures
+from draftsmith.data.features import Memory, OnlineFeatures
 from draftsmith.data.vocab import choose, count_tokens, special_ids
 from draftsmith.errors import UserError
 from draftsmith.eval.harness import NEAR_TIE, divergence
@@ -192,7 +192,7 @@ def draft_vocabulary(target: Target, examples: list[Encoded]) -> torch.Tensor:
 
 def fit(head: DraftHead, target: Target, examples: list[Encoded], steps: int, rate: float) -> DraftHead:
     """Over-fit a head on the answers' own tokens: AdamW, eight answers at a time, on remembered features."""
-    source = OnlineFeatures(target, examples, head.config.taps, remember=True)
+    source = OnlineFeatures(target, examples, head.config.taps, Memory())
     to_draft = torch.full((target.vocab_size,), -1).index_copy(0, head.target_ids, torch.arange(len(head.target_ids)))
     optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=rate, weight_decay=0.0)
     batches = [list(range(first, min(first + 8, len(examples)))) for first in range(0, len(examples), 8)]
@@ -201,7 +201,7 @@ def fit(head: DraftHead, target: Target, examples: list[Encoded], steps: int, ra
         for step in range(steps):
             batch = source.batch(batches[step % len(batches)])
             labels = to_draft[batch.ids].flatten()
-            depths = head(batch.ids, batch.mask, batch.features, target)
+            depths = head(batch.ids, batch.mask, batch.features, target, batch.positions)
             losses = [
                 cross_entropy(depth.logits, labels[depth.rows + 2 + i], ignore_index=-1) for i, depth in enumerate(depths)
             ]

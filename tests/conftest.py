@@ -1,16 +1,28 @@
 """A tokenizer and a target small enough to build in every test."""
 
+import atexit
 import copy
+import os
+import shutil
 import string
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.target import Target
+
+# tests leave the user's cache alone, those that start processes too
+CACHE = Path(tempfile.mkdtemp(prefix="draftsmith-datasets-"))
+datasets.config.HF_DATASETS_CACHE = CACHE
+os.environ["HF_DATASETS_CACHE"] = str(CACHE)
+atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MERGES = [

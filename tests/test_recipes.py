@@ -137,8 +137,19 @@ def test_the_resolved_recipe_reads_back(recipe_file: Path, tmp_path: Path):
 def test_data_beside_the_recipe_is_found(recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir("/")
     (tmp_path / "a").write_text("")
-    recipe = load_recipe(recipe_file)
-    assert recipe.data_file("a") == tmp_path / "a"
+    assert load_recipe(recipe_file).sources("train") == [str(tmp_path / "a")]
+    named = load_recipe(recipe_file, ["data.train=[a, 'a*', owner/name]"]).sources("train")
+    assert named == [str(tmp_path / "a"), str(tmp_path / "a*"), "owner/name"]
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "a").write_text("")
+    monkeypatch.chdir(tmp_path / "here")
+    assert load_recipe(recipe_file).sources("train") == ["a"], "the working directory comes first"
+
+
+def test_a_store_is_named_where_one_is_read(recipe_file: Path):
+    with pytest.raises(UserError, match="data: features: store needs data.store: name the store's directory"):
+        load_recipe(recipe_file, ["data.features=store"])
+    assert load_recipe(recipe_file, ["data.features=write-through", "data.store=s"]).data.store == "s"
 
 
 def test_every_recipe_is_copied_with_what_it_names(tmp_path: Path):

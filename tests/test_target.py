@@ -155,6 +155,25 @@ def test_case_18_a_padded_row_has_its_own_features(target: Target) -> None:
         close(together.taps[row, :length], alone.taps[0])
 
 
+def test_sequences_packed_into_a_row_do_not_see_each_other(target: Target) -> None:
+    lengths = (5, 9, 14)
+    rows = [random_ids(1, length, seed=length) for length in lengths]
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    packed = target.features(torch.cat(rows, 1), [1, DEPTH], positions)
+    for row, taps, last in zip(rows, packed.taps.split(lengths, 1), packed.last.split(lengths, 1), strict=True):
+        alone = target.features(row, [1, DEPTH])
+        close(last, alone.last)
+        close(taps, alone.taps)
+    assert target.keeps_packed_apart()
+
+
+def test_a_target_that_mixes_packed_sequences_is_told(monkeypatch: pytest.MonkeyPatch, targets: dict[str, Target]) -> None:
+    target = targets["llama"]
+    forward = target.decoder.forward
+    monkeypatch.setattr(target.decoder, "forward", lambda position_ids=None, **rest: forward(**rest))
+    assert not target.keeps_packed_apart()
+
+
 # -- the tree pass ---------------------------------------------------------------------------------------------
 
 

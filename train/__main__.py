@@ -22,7 +22,7 @@ def verifier_score(recipe: Recipe) -> Score | None:
     """τ of a head on the recipe's first held-out prompts, greedy; None when the recipe asks for no prompts."""
     if not recipe.eval.prompts:
         return None
-    prompts = read_prompts(recipe.data_file(recipe.data.held_out))[: recipe.eval.prompts]
+    prompts = read_prompts(recipe.sources("held_out"))[: recipe.eval.prompts]
     shape = parse(recipe.eval.tree)
 
     def score(target: Target, head: DraftHead) -> float:

@@ -7,7 +7,9 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from ..data.conversations import read_conversations
+from ..data.conversations import Reading, read_conversations
+from ..data.records import local_files
+from ..data.tally import Tally
 from ..errors import UserError
 from ..fetch import hub_reachable, local_path
 from ..heads.base import DraftHead
@@ -38,12 +40,15 @@ def dry_run(recipe: Recipe) -> dict[str, Any]:
         "unresolved": [],
     }
     for part in ("train", "held_out"):
-        name = getattr(recipe.data, part)
-        file = recipe.data_file(name)
-        if file.is_file():
-            found["data"][part] = {"file": str(file), "conversations": len(read_conversations(file))}
-        else:
-            found["unresolved"].append(f"data.{part}: {name} is neither in the working directory nor beside the recipe")
+        sources, tally = recipe.sources(part), Tally(strict=recipe.data.strict)
+        if any(not local_files(source) for source in sources):
+            missing = next(source for source in sources if not local_files(source))
+            found["unresolved"].append(f"data.{part}: {missing} is neither in the working directory nor beside the recipe")
+            continue
+        data = recipe.data
+        for _ in read_conversations(sources, tally, Reading(data.format, data.columns, data.salvage, data.split)):
+            pass
+        found["data"][part] = {"sources": sources, **tally.as_json()}
     try:
         target = load_skeleton(recipe.target.name)
     except UNREADABLE as error:

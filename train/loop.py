@@ -1,14 +1,15 @@
 """The training run, top to bottom: what is loaded, what one step does, when it is measured and saved."""
 
 import json
+import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -16,9 +17,14 @@ from transformers import get_scheduler
 
 from ..console import Progress, note
 from ..data.batches import epoch_plan, share
-from ..data.chat import Encoded, encode_all
-from ..data.conversations import read_conversations
-from ..data.features import FeatureBatch, OnlineFeatures
+from ..data.chat import Encoded
+from ..data.conversations import Reading
+from ..data.examples import Examples
+from ..data.examples import prepare as prepare_examples
+from ..data.features import Disk, FeatureBatch, Memory, OnlineFeatures, Shelf, Source, StoredFeatures
+from ..data.manifest import Identity
+from ..data.store import Store
+from ..data.tally import Tally
 from ..data.vocab import DraftVocabulary, choose, count_tokens, holding, special_ids
 from ..errors import UserError
 from ..heads.base import DraftHead, supervised
@@ -51,7 +57,7 @@ def train(recipe: Recipe, score: Score | None = None, resume: bool = False, forc
         refuse_existing(out, force)
     run = prepare(recipe, accelerator, out, resume)
     claim(accelerator, out, resume)
-    write_run(run.accelerator, recipe, run.target, run.dropped, out)
+    write_run(run.accelerator, recipe, run.target, run.data, out)
     done = checkpoints.resume(accelerator, out / "checkpoints") if resume else 0
     log = Log(accelerator, out, recipe, done if resume else None)
     best, every = log.best, recipe.train.eval_every or run.steps
@@ -64,13 +70,15 @@ def train(recipe: Recipe, score: Score | None = None, resume: bool = False, forc
             sums.add(run.advance(run.global_batch(step - 1)))
             if step % recipe.train.log_every == 0 or step == run.steps:
                 report = sums.reduced(accelerator).report(run.weights)
-                log.write({"step": step, "lr": run.scheduler.get_last_lr()[0], **report}, "train")
+                log.write({"step": step, "lr": run.scheduler.get_last_lr()[0], "padding": run.padding(), **report}, "train")
                 sums = DepthSums.zeros(recipe.head.depths, accelerator.device)
             bar.advance(1, " ".join(f"{k} {v:.3f}" for k, v in report.items()))
             if recipe.train.checkpoint_every and step % recipe.train.checkpoint_every == 0:
+                run.train.flush()
                 checkpoints.save(accelerator, out / "checkpoints", step, recipe.train.keep_checkpoints)
             if step % every == 0 or step == run.steps:
                 best = evaluate(run, step, best, score, log)
+    run.train.flush()
     steps = run.steps
     accelerator.wait_for_everyone()
     del run  # DDP's reducer holds the process group, and a gloo group that dies after end_training never joins its threads
@@ -110,12 +118,14 @@ class Run:
     head: Any  # wrapped by accelerate
     optimizer: Any
     scheduler: Any
-    train: OnlineFeatures
-    held_out: OnlineFeatures
+    train: Source
+    held_out: Source
     vocabulary: DraftVocabulary
-    dropped: dict[str, dict[str, int]]
+    data: dict[str, Any]  # what the examples were made from, and what became of the rows
     out: Path
     plans: dict[int, list[list[int]]] = field(default_factory=dict)
+    tokens: int = 0  # read by this process since the last report
+    slots: int = 0  # the same with padding
 
     @property
     def weights(self) -> torch.Tensor:
@@ -125,7 +135,7 @@ class Run:
 
     @property
     def steps_per_epoch(self) -> int:
-        return -(-len(self.train.examples) // self.recipe.train.batch_size)
+        return -(-len(self.train.lengths) // self.recipe.train.batch_size)
 
     @property
     def steps(self) -> int:
@@ -135,11 +145,17 @@ class Run:
         """The rows of a global batch, the same on every process and after every restart."""
         epoch, index = divmod(step, self.steps_per_epoch)
         if epoch not in self.plans:
-            lengths = [len(example.ids) for example in self.train.examples]
+            lengths = self.train.lengths.tolist()
             self.plans = {epoch: epoch_plan(lengths, self.recipe.train.batch_size, self.recipe.train.seed, epoch)}
         return self.plans[epoch][index]
 
-    def micro_batches(self, source: OnlineFeatures, rows: list[int]) -> Iterator[FeatureBatch]:
+    def padding(self) -> float:
+        """The share of padding in the lines that this process has read since the last call."""
+        share = 1 - self.tokens / max(self.slots, 1)
+        self.tokens = self.slots = 0
+        return share
+
+    def micro_batches(self, source: Source, rows: list[int]) -> Iterator[FeatureBatch]:
         """This process's share of a global batch; where its rows have run out, one row without supervision."""
         settings, state = self.recipe.train, self.accelerator
         for own in share(rows, state.process_index, state.num_processes, settings.micro_batch_size):
@@ -152,14 +168,20 @@ class Run:
         """One optimizer step over one global batch.
 
         Every depth's loss is divided by its count of supervised rows in the whole global batch, so neither padding, nor
-        the cut into micro-batches and processes, nor the number of depths moves the learning rate.
+        the cut into micro-batches and processes, nor the number of depths moves the learning rate. A batch without any
+        is no step.
         """
         batches = list(self.micro_batches(self.train, rows))
         depths = self.recipe.head.depths
         own = [torch.stack([rows.sum() for rows in supervised(batch.mask, depths)]) for batch in batches]
-        counts = torch.as_tensor(self.accelerator.reduce(torch.stack(own).sum(0), reduction="sum")).clamp_min(1)
-        weights = self.weights / self.weights.sum() / counts
+        counts = torch.as_tensor(self.accelerator.reduce(torch.stack(own).sum(0), reduction="sum"))
+        weights = self.weights / self.weights.sum() / counts.clamp_min(1)
         sums = DepthSums.zeros(depths, self.accelerator.device)
+        self.tokens += sum(batch.tokens for batch in batches)
+        self.slots += sum(batch.ids.numel() for batch in batches)
+        if not counts.any():
+            note(f"rows {rows} supervise nothing: no step is taken")
+            return sums
         for i, batch in enumerate(batches):
             last = i == len(batches) - 1
             with self.accelerator.autocast(), nullcontext() if last else self.accelerator.no_sync(self.head):
@@ -183,7 +205,7 @@ class Run:
     def held_out_sums(self) -> DepthSums:
         """This process's sums over its share of the held-out rows."""
         sums = DepthSums.zeros(self.recipe.head.depths, self.accelerator.device)
-        rows, size = list(range(len(self.held_out.examples))), self.recipe.train.batch_size
+        rows, size = list(range(len(self.held_out.lengths))), self.recipe.train.batch_size
         self.head.eval()
         with Progress("held-out", len(rows), show=self.accelerator.is_main_process) as bar:
             for first in range(0, len(rows), size):
@@ -209,10 +231,13 @@ def prepare(recipe: Recipe, accelerator: Accelerator, out: Path, resume: bool) -
     """Load the target and the data, make the head, the optimizer and the schedule."""
     target = Target.load(recipe.target.name, recipe.target.dtype, recipe.target.device or accelerator.device)
     target.tokenizer_or_refuse()
-    examples, dropped = read_examples(recipe, recipe.data.train, target)
-    held_out, held_out_dropped = read_examples(recipe, recipe.data.held_out, target)
+    tallies = {"train": Tally(strict=recipe.data.strict), "held_out": Tally(strict=recipe.data.strict)}
+    store = Store(Path(str(recipe.data.store))) if recipe.data.features == "store" else None
+    with accelerator.main_process_first():  # the others find its tables in the cache
+        examples = store.examples if store else read_examples(recipe, "train", target, tallies["train"])
+        held_out = read_examples(recipe, "held_out", target, tallies["held_out"])
     size = recipe.head.draft_vocab or target.vocab_size
-    counts = count_tokens(examples, target.vocab_size)
+    counts = count_everywhere(examples, target.vocab_size, accelerator)
     if resume:  # the vocabulary of a run never changes under it
         head: DraftHead = load_head(out / "head")
         head.train()
@@ -224,18 +249,25 @@ def prepare(recipe: Recipe, accelerator: Accelerator, out: Path, resume: bool) -
         torch.manual_seed(recipe.train.seed)
         head = kind.create(target, options, recipe.head.taps, recipe.head.depths, vocabulary.target_ids)
     if accelerator.is_main_process:
-        note(f"{len(examples)} conversations, dropped {dropped or 'none'}; held out {len(held_out)}")
+        for part, tally in tallies.items():
+            note(f"{part}: {tally.sentence()}" if tally.read else f"{part}: {len(examples)} rows of {recipe.data.store}")
         share_inside = f"covers {vocabulary.coverage:.2%} of the supervised tokens"
         note(f"draft vocabulary {len(vocabulary.d2t)} of {target.vocab_size}: {share_inside}")
     optimizer = torch.optim.AdamW(
         head.parameters(), lr=recipe.train.lr, betas=recipe.train.betas, weight_decay=recipe.train.weight_decay
     )
     wrapped, optimizer = accelerator.prepare(head, optimizer)
-    train, held = (
-        OnlineFeatures(target, part, head.config.taps, recipe.data.remember_features) for part in (examples, held_out)
-    )
-    all_dropped = {"train": dropped, "held_out": held_out_dropped}
-    run = Run(recipe, accelerator, target, wrapped, optimizer, None, train, held, vocabulary, all_dropped, out)
+    width = recipe.data.max_length if recipe.data.pack else None
+    if store:
+        train: Source = StoredFeatures(store, target, head.config.taps, width, recipe.data.strict)
+    else:
+        train = OnlineFeatures(target, examples, head.config.taps, shelf(recipe, target, examples, head, accelerator), width)
+    held = OnlineFeatures(target, held_out, head.config.taps, Memory() if recipe.data.features == "memory" else None, width)
+    data: dict[str, Any] = {part: {"sources": recipe.sources(part), **tally.as_json()} for part, tally in tallies.items()}
+    if store:
+        data["train"] = {"store": recipe.data.store, **store.identity.data.model_dump()}
+    data["draft_vocabulary"] = {"size": len(vocabulary.d2t), "coverage": vocabulary.coverage}
+    run = Run(recipe, accelerator, target, wrapped, optimizer, None, train, held, vocabulary, data, out)
     # not prepared: accelerate would step it once per process, and our step is already global
     run.scheduler = get_scheduler(
         "cosine_with_min_lr",
@@ -248,8 +280,34 @@ def prepare(recipe: Recipe, accelerator: Accelerator, out: Path, resume: bool) -
     return run
 
 
-def read_examples(recipe: Recipe, name: str, target: Target) -> tuple[list[Encoded], dict[str, int]]:
-    return encode_all(read_conversations(recipe.data_file(name)), target.tokenizer, recipe.data.max_length)
+def read_examples(recipe: Recipe, part: Literal["train", "held_out"], target: Target, tally: Tally) -> Examples:
+    """The encoded conversations of one part of the recipe's data."""
+    data = recipe.data
+    reading = Reading(data.format, data.columns, data.salvage, data.split)
+    return prepare_examples(
+        recipe.sources(part), target.tokenizer, data.max_length, tally, reading, data.only_last, data.workers
+    )
+
+
+def shelf(
+    recipe: Recipe, target: Target, examples: Sequence[Encoded], head: DraftHead, accelerator: Accelerator
+) -> Shelf | None:
+    """Where the training rows' states are kept between epochs; None: nowhere."""
+    if recipe.data.features == "memory":
+        return Memory()
+    if recipe.data.features == "online":
+        return None
+    identity = Identity.of(target, examples, head.config.taps, recipe.data.store_dtype)
+    budget = 1e9 * (recipe.data.store_budget or math.inf) / accelerator.num_processes
+    with accelerator.main_process_first():  # it makes the store, the others find it
+        return Disk(Path(str(recipe.data.store)), identity, target.dtype, budget, f"rank-{accelerator.process_index}")
+
+
+def count_everywhere(examples: Sequence[Encoded], vocab_size: int, accelerator: Accelerator) -> torch.Tensor:
+    """How often each token is supervised: every process counts its share of the examples, and the shares are summed."""
+    own = range(accelerator.process_index, len(examples), accelerator.num_processes)
+    counts = count_tokens((examples[row] for row in own), vocab_size)
+    return torch.as_tensor(accelerator.reduce(counts.to(accelerator.device), reduction="sum")).cpu()
 
 
 def evaluate(run: Run, step: int, best: float | None, score: Score | None, log: "Log") -> float:

@@ -1,6 +1,5 @@
 """run.json and recipe.yaml: what a run was made from."""
 
-import hashlib
 import json
 import platform
 import subprocess
@@ -11,11 +10,12 @@ from typing import Any
 from ..recipes.schema import Recipe
 from ..target import Target
 
+
 PACKAGES = ("torch", "transformers", "datasets", "accelerate", "peft", "safetensors")
 
 
-def write_run(accelerator: Any, recipe: Recipe, target: Target, dropped: dict[str, dict[str, int]], out: Path) -> None:
-    """Write both files into the run directory, from the main process."""
+def write_run(accelerator: Any, recipe: Recipe, target: Target, data: dict[str, Any], out: Path) -> None:
+    """Write both files into the run directory, from the main process; ``data`` says what became of the data files."""
     if not accelerator.is_main_process:
         return
     (out / "recipe.yaml").write_text(recipe.to_yaml())
@@ -23,18 +23,13 @@ def write_run(accelerator: Any, recipe: Recipe, target: Target, dropped: dict[st
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
         "git_commit": git_commit(),
         "target": {"name": target.name, "fingerprint": target.fingerprint, "dtype": str(target.dtype)},
-        "data": {part: digest(recipe.data_file(getattr(recipe.data, part))) for part in ("train", "held_out")},
-        "dropped": dropped,
+        "data": data,
         "seed": recipe.train.seed,
         "device": str(accelerator.device),
         "processes": accelerator.num_processes,
         "precision": accelerator.mixed_precision,
     }
     (out / "run.json").write_text(json.dumps(record, indent=2) + "\n")
-
-
-def digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
 def git_commit() -> str | None:

@@ -43,7 +43,7 @@ def depth_sums(head: Any, batch: FeatureBatch, target: Target, target_ids: Tenso
     ``head`` is the (wrapped) draft head. Without supervised rows the losses are sums over nothing, zero but still connected
     to every parameter, so that a rank with nothing to teach takes part in the all-reduce with zero gradients.
     """
-    depths = head(batch.ids, batch.mask, batch.features, target)
+    depths = head(batch.ids, batch.mask, batch.features, target, batch.positions)
     teacher = Teacher(batch, target, target_ids)
     to_draft = torch.full((target.vocab_size,), -1, device=target_ids.device).index_copy(
         0, target_ids, torch.arange(len(target_ids), device=target_ids.device)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from draftsmith.data.batches import collate, epoch_plan, share
+from draftsmith.data.batches import Place, collate, epoch_plan, pack, share
 from draftsmith.data.chat import Encoded
 
 GOLDEN = [[1, 2], [3], [0, 4]]
@@ -14,13 +14,43 @@ LENGTHS = [(i * 7919) % 500 + 1 for i in range(1003)]
 
 def test_collate_pads_on_the_right_and_masks_the_padding() -> None:
     examples = [Encoded(np.arange(n, dtype=np.int32) + 1, np.ones(n, bool)) for n in (5, 9, 14)]
-    batch = collate(examples, [2, 0], pad_id=3)
-    assert batch.ids.shape == batch.mask.shape == (2, 14)
+    batch = collate(examples, [2, 0], pad_id=3, width=None)
+    assert batch.ids.shape == batch.mask.shape == batch.positions.shape == (2, 14)
     assert (batch.ids.dtype, batch.mask.dtype) == (torch.int64, torch.bool)
     assert batch.ids[1].tolist() == [1, 2, 3, 4, 5] + [3] * 9
     assert batch.mask.sum(1).tolist() == [14, 5]  # token 3 within the row stays supervised
-    assert batch.rows == [2, 0]
-    assert collate(examples, [], 0).ids.shape == (0, 0)
+    assert batch.places == {2: Place(0, slice(0, 14)), 0: Place(1, slice(0, 5))}
+    assert collate(examples, [], 0, None).ids.shape == (0, 0)
+
+
+def test_packed_examples_share_lines_and_keep_their_own_positions() -> None:
+    examples = [Encoded(np.arange(n, dtype=np.int32) + 10 * n, np.ones(n, bool)) for n in (3, 5, 4, 2)]
+    batch = collate(examples, [0, 1, 2, 3], pad_id=0, width=8)
+    assert batch.ids.tolist() == [[50, 51, 52, 53, 54, 20, 21], [40, 41, 42, 43, 30, 31, 32]]
+    assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 0, 1], [0, 1, 2, 3, 0, 1, 2]]
+    assert batch.mask.tolist() == [[0, 1, 1, 1, 1, 0, 1], [0, 1, 1, 1, 0, 1, 1]], "no first token has a predecessor"
+    ragged = collate(examples, [0, 1], pad_id=0, width=5)
+    assert ragged.positions.tolist() == [[0, 1, 2, 3, 4], [0, 1, 2, 0, 1]] and ragged.ids[1].tolist() == [30, 31, 32, 0, 0]
+    assert {row: batch.ids[place.line, place.tokens].tolist() for row, place in batch.places.items()} == {
+        row: example.ids.tolist() for row, example in enumerate(examples)
+    }
+
+
+def test_packing_keeps_within_its_width_and_saves_lines() -> None:
+    lengths = dict(enumerate(LENGTHS[:200]))
+    for width, most in ((512, 512), (300, max(lengths.values()))):
+        places = pack(lengths, width)
+        used = np.zeros((max(place.line for place in places.values()) + 1, most), int)
+        for row, place in places.items():
+            assert place.tokens.stop - place.tokens.start == lengths[row] and place.tokens.stop <= most
+            used[place.line, place.tokens] += 1
+        assert used.max() == 1, "no two rows overlap"
+        assert len(used) <= 1.05 * sum(lengths.values()) / most + 1
+
+
+def test_packed_lines_are_of_like_length() -> None:
+    places = pack({row: 40 for row in range(4)}, 120)
+    assert sorted((place.line, place.tokens.stop) for place in places.values()) == [(0, 40), (0, 80), (1, 40), (1, 80)]
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 7, 2000])

@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -21,15 +22,15 @@ from transformers import (
     StableLmConfig,
 )
 
-from draftsmith.data.chat import encode
+from draftsmith.data.chat import Encoded, encode
 from draftsmith.data.conversations import Conversation
-from draftsmith.data.features import FeatureBatch
+from draftsmith.data.features import FeatureBatch, OnlineFeatures
 from draftsmith.errors import UserError
 from draftsmith.eval.tree import chain, full
 from draftsmith.heads.base import DraftHead, Shape, check_target, move_taps, supervised
 from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.kinds import KINDS, load_head
-from draftsmith.heads.layers import FeatureLayer, LlamaRotaryEmbedding, unrolled_attention
+from draftsmith.heads.layers import FeatureLayer, LlamaRotaryEmbedding, causal, unrolled_attention
 from draftsmith.target import Target
 from draftsmith.train.objectives import LOSSES
 from draftsmith.train.step import depth_sums
@@ -72,7 +73,7 @@ def random_ids(*shape: int, seed: int = 1) -> Tensor:
 
 
 def batch_of(target: Target, head: DraftHead, ids: Tensor, mask: Tensor) -> FeatureBatch:
-    return FeatureBatch(ids, mask, target.features(ids, head.config.taps))
+    return FeatureBatch(ids, mask, target.features(ids, head.config.taps), None, ids.numel())
 
 
 def losses(head: DraftHead, batch: FeatureBatch, target: Target, loss: str = "kl") -> Tensor:
@@ -92,6 +93,13 @@ REPLY = torch.tensor([[False] * 4 + [True] * 5 + [False]])  # case 02: a reply a
 def test_case_02_supervised_rows() -> None:
     maps = supervised(REPLY, 5)
     assert [m[0].nonzero().flatten().tolist() for m in maps] == [list(range(3, 7 - k)) for k in range(5)]
+
+
+def test_a_row_shorter_than_the_depths_is_supervised_where_it_can_be() -> None:
+    for time in range(6):
+        maps = supervised(torch.ones(2, time, dtype=torch.bool), 5)
+        assert [m.shape for m in maps] == [(2, time)] * 5
+        assert [int(m[0].sum()) for m in maps] == [max(0, time - 2 - k) for k in range(5)]
 
 
 def test_case_02_the_head_answers_for_these_rows_alone(tiny_target: Target, head: DraftHead) -> None:
@@ -244,13 +252,37 @@ def test_unrolled_attention_equals_a_dense_one(steps: int, kv_heads: int) -> Non
         return torch.randn(batch, count, time, dim, generator=generator, dtype=torch.float64)
 
     q, keys, values = draw(heads), [draw(kv_heads) for _ in range(steps)], [draw(kv_heads) for _ in range(steps)]
-    mixed = unrolled_attention(q, keys, values)
+    mixed = unrolled_attention(q, keys, values, causal(torch.arange(time).expand(batch, time)))
     for b, h, t in [(b, h, t) for b in range(batch) for h in range(heads) for t in range(time)]:
         g = h // (heads // kv_heads)
         seen_keys = torch.stack([*keys[0][b, g, : t + 1], *(key[b, g, t] for key in keys[1:])])
         seen_values = torch.stack([*values[0][b, g, : t + 1], *(value[b, g, t] for value in values[1:])])
         weights = (seen_keys @ q[b, h, t] / dim**0.5).softmax(0)
         torch.testing.assert_close(mixed[b, h, t], weights @ seen_values, atol=1e-6, rtol=0)
+
+
+# -- packing ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_packed_sequences_cost_what_they_cost_alone(tiny_target: Target, head: DraftHead, loss: str) -> None:
+    """Sums, gradients and metrics of five sequences in two lines equal those of the same five in a line each."""
+    head.target_ids.copy_(torch.arange(len(head.target_ids)))
+    examples = [Encoded(random_ids(n, seed=n).numpy().astype(np.int32), np.arange(n) % 7 > 1) for n in (14, 9, 20, 12, 8)]
+    seen = []
+    for width in (None, 40):
+        source = OnlineFeatures(tiny_target, examples, head.config.taps, width=width)
+        batch = source.batch([0, 1, 2, 3, 4])
+        assert (batch.ids.shape, batch.tokens) == ((5, 20) if width is None else (2, 34), 63)
+        value, sums = depth_sums(head, batch, tiny_target, head.target_ids, LOSSES[loss])
+        seen.append((value, sums, gradients(head, value.sum())))
+    (apart, sums, slopes), (packed, packed_sums, packed_slopes) = seen
+    torch.testing.assert_close(packed, apart, rtol=1e-5, atol=1e-5)
+    for name in ("right", "prefix", "rows"):
+        assert torch.equal(getattr(packed_sums, name), getattr(sums, name)), name
+    assert sums.rows.min() > 5
+    for name in slopes:
+        torch.testing.assert_close(packed_slopes[name], slopes[name], rtol=1e-3, atol=1e-4, msg=name)
 
 
 # -- its directory ---------------------------------------------------------------------------------------------

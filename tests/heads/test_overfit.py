@@ -40,7 +40,9 @@ def learn_by_heart(target: Target, text: list[int], case: str) -> DraftHead:
     size = target.vocab_size if options.get("lm_head") == "shared" else 100
     ids = torch.tensor([PROMPT + text])
     head = KINDS[kind].create(target, KINDS[kind].Options.model_validate(options), None, DEPTHS, draft_vocabulary(ids, size))
-    batch = FeatureBatch(ids, (torch.arange(len(ids[0])) >= len(PROMPT))[None], target.features(ids, head.config.taps))
+    batch = FeatureBatch(
+        ids, (torch.arange(len(ids[0])) >= len(PROMPT))[None], target.features(ids, head.config.taps), None, ids.numel()
+    )
     optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
     for _ in range(1500):
         losses, sums = depth_sums(head, batch, target, head.target_ids, LOSSES[loss])

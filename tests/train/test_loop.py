@@ -2,18 +2,28 @@
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from draftsmith.data.chat import Encoded
+from draftsmith.data.extract import extract
+from draftsmith.data.store import Store
+from draftsmith.data.tally import Tally
 from draftsmith.errors import UserError
+from draftsmith.heads.eagle3 import Eagle3Head
 from draftsmith.recipes.schema import Recipe, load_recipe
-from draftsmith.train.loop import train
+from draftsmith.target import Target
+from draftsmith.train.loop import prepare, read_examples, start, train
 
 WORDS = "the cat sat on an old mat while ten men read their tea leaves and then went home".split()
 
@@ -82,6 +92,111 @@ def test_a_run_learns_and_leaves_its_directory(whole_run):
 def test_micro_batches_do_not_change_the_curve(workplace, whole_run):
     train(recipe_in(workplace, "micro", "train.micro_batch_size=1"))
     assert losses(workplace / "micro") == pytest.approx(losses(whole_run), rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def store(workplace) -> Path:
+    """A float32 store of the training rows, in several shards."""
+    target, recipe = Target.load(str(workplace / "target"), "float32"), recipe_in(workplace, "unused")
+    examples = read_examples(recipe, "train", target, Tally())
+    extract(target, examples, Eagle3Head.default_taps(target), workplace / "store", "float32", shard_bytes=100_000)
+    assert len(list((workplace / "store").glob("*.safetensors"))) > 2
+    return workplace / "store"
+
+
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("features", ["online", "memory", "store", "write-through"])
+def test_hidden_states_from_anywhere_give_the_same_curve(workplace, whole_run, store, features, pack):
+    place = store if features == "store" else workplace / f"through-{pack}"
+    out = f"{features}-{pack}"
+    named = [f"data.features={features}", f"data.store={place}", "data.store_dtype=float32"]
+    named += ["data.pack=true", "data.max_length=100"] if pack else []
+    train(recipe_in(workplace, out, *named))
+    assert losses(workplace / out) == pytest.approx(losses(whole_run), rel=1e-4)
+    padding = [row["padding"] for row in curve(workplace / out)]
+    assert max(padding) < 0.3 and (padding != [row["padding"] for row in curve(whole_run)]) == pack
+    if features == "write-through":
+        assert len(Store(place, growing=True)) == 20
+
+
+def test_a_store_is_read_without_the_data_and_without_the_target(workplace, whole_run, store, monkeypatch):
+    seen = []
+    compute = Target.features
+    monkeypatch.setattr(Target, "features", lambda self, ids, *rest: seen.append(len(ids)) or compute(self, ids, *rest))
+    named = ["data.features=store", f"data.store={store}", "data.train=absent.jsonl", "train.eval_every=null"]
+    train(recipe_in(workplace, "from-store", *named))
+    assert losses(workplace / "from-store") == pytest.approx(losses(whole_run), rel=1e-4)
+    assert sum(seen) == 2 * 6, "only the held-out rows, before and after"
+
+
+def test_a_write_through_store_is_found_again_and_keeps_to_its_budget(workplace, whole_run, monkeypatch):
+    place = workplace / "tight"
+    named = ["data.features=write-through", f"data.store={place}", "data.store_dtype=float32", "data.store_budget=5.0e-5"]
+    train(recipe_in(workplace, "tight-1", *named))
+    kept = len(Store(place, growing=True))
+    assert 0 < kept < 20 and sum(file.stat().st_size for file in place.glob("*.safetensors")) < 6e4
+    train(recipe_in(workplace, "tight-2", *named, "data.store_budget=null"))
+    assert len(Store(place, growing=True)) == 20
+    for run in ("tight-1", "tight-2"):
+        assert losses(workplace / run) == pytest.approx(losses(whole_run), rel=1e-4)
+    with pytest.raises(UserError, match="is a store of other states"):
+        train(recipe_in(workplace, "tight-3", *named, "head.taps=[1,2]"))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("head.taps=[0,1]", "not tap 0"),
+        ("target.name=OTHER", "holds states of"),
+    ],
+)
+def test_a_store_that_does_not_fit_the_head_is_refused(workplace, store, change, sentence):
+    torch.manual_seed(3)
+    other = LlamaForCausalLM(LlamaConfig.from_pretrained(workplace / "target", hidden_size=64)).float()
+    other.save_pretrained(workplace / "other")
+    Target.load(str(workplace / "target"), "float32").tokenizer.save_pretrained(workplace / "other")
+    named = ["data.features=store", f"data.store={store}", change.replace("OTHER", str(workplace / "other"))]
+    with pytest.raises(UserError, match=sentence):
+        train(recipe_in(workplace, "unfit", *named))
+
+
+def test_case_17_a_damaged_row_is_named_and_teaches_nothing(workplace, store, tmp_path, capfd):
+    damaged = tmp_path / "store"
+    shutil.copytree(store, damaged)
+    file = sorted(damaged.glob("*.safetensors"))[0]
+    content = bytearray(file.read_bytes())
+    content[-9] ^= 1  # one bit of a state
+    file.write_bytes(content)
+    named = ["data.features=store", f"data.store={damaged}", "train.batch_size=1", "train.max_steps=20"]
+    train(recipe_in(workplace, "damaged", *named))
+    said = " ".join(capfd.readouterr().err.split())
+    assert re.search(r"left out: row \d+ is damaged in \S+", said)
+    assert said.count("supervise nothing: no step is taken") == 1, "it was a batch of its own"
+    with pytest.raises(UserError, match="is damaged in"):
+        train(recipe_in(workplace, "strict", *named, "data.strict=true"))
+
+
+def test_case_03_a_batch_that_supervises_nothing_is_no_step(workplace, whole_run):
+    run = prepare(recipe_in(workplace, "unused"), start(recipe_in(workplace, "unused")), workplace / "unused", resume=False)
+    before = {name: tensor.clone() for name, tensor in run.head.state_dict().items()}
+    rate = run.scheduler.get_last_lr()
+    run.train.examples = [Encoded(example.ids, np.zeros_like(example.mask)) for example in run.train.examples]
+    assert not run.advance([0, 1, 2, 3]).rows.any()
+    assert run.scheduler.get_last_lr() == rate and not run.optimizer.state_dict()["state"]
+    for name, tensor in run.head.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_case_03_a_row_without_supervision_changes_nothing(workplace, whole_run):
+    recipe = recipe_in(workplace, "unused")
+    norms = []
+    for blank in (False, True):
+        run = prepare(recipe, start(recipe), workplace / "unused", resume=False)
+        if blank:
+            run.train.examples = [*run.train.examples, Encoded(np.arange(40, dtype=np.int32), np.zeros(40, bool))]
+        sums = run.advance([0, 1, 2, *([20] if blank else [])])
+        norms.append((sums.loss.tolist(), [tensor.double().norm().item() for tensor in run.head.state_dict().values()]))
+    assert norms[0][0] == pytest.approx(norms[1][0], rel=1e-5) and norms[0][1] == pytest.approx(norms[1][1], rel=1e-5)
 
 
 def launch(workplace: Path, out: str, *launcher: str) -> None:

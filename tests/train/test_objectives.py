@@ -86,7 +86,7 @@ def step_parts(tiny_target: Target) -> tuple[DraftHead, FeatureBatch]:
             parameter.add_(torch.randn_like(parameter) * 0.3)
     ids = torch.randint(3, 111, (2, 12))
     mask = torch.rand(2, 12) < 0.8
-    return head, FeatureBatch(ids, mask, tiny_target.features(ids, []))
+    return head, FeatureBatch(ids, mask, tiny_target.features(ids, []), None, ids.numel())
 
 
 def test_every_depth_is_taught_by_the_targets_row_at_its_own_position(
@@ -145,7 +145,7 @@ class Scripted(torch.nn.Module):
 def test_tau_sim_is_joint_and_never_a_product(tiny_target: Target) -> None:
     """Four rows, two depths, each right half of the time: never together 1.5, always together 2, as a product 1.75."""
     ids = torch.randint(3, 111, (1, 12), generator=torch.Generator().manual_seed(0))
-    batch = FeatureBatch(ids, torch.ones(1, 12, dtype=torch.bool), tiny_target.features(ids, []))
+    batch = FeatureBatch(ids, torch.ones(1, 12, dtype=torch.bool), tiny_target.features(ids, []), None, ids.numel())
     best = tiny_target.model(ids).logits.argmax(-1)[0].tolist()
     first = [best[1], best[2], 0, 0]
     apart, together = [0, 0, best[4], best[5]], [best[2], best[3], 0, 0]
@@ -159,7 +159,7 @@ def test_tau_sim_is_joint_and_never_a_product(tiny_target: Target) -> None:
 
 def test_a_teachers_token_outside_the_draft_vocabulary_is_a_miss(tiny_target: Target) -> None:
     ids = torch.randint(3, 111, (1, 12), generator=torch.Generator().manual_seed(0))
-    batch = FeatureBatch(ids, torch.ones(1, 12, dtype=torch.bool), tiny_target.features(ids, []))
+    batch = FeatureBatch(ids, torch.ones(1, 12, dtype=torch.bool), tiny_target.features(ids, []), None, ids.numel())
     best = tiny_target.model(ids).logits.argmax(-1)[0].tolist()
     without = torch.tensor([i for i in range(128) if i != best[1]])
 

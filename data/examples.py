@@ -1,0 +1,180 @@
+"""What data files become for a target: token ids and masks in a memory-mapped table, made once and found again.
+
+Conversations are read into one Arrow file and tokenized through ``datasets``' map; both lie in the datasets cache
+(HF_DATASETS_CACHE) under digests of all they were made from: the files' bytes, how they were read, tokenizer, chat template,
+length limit and mask options.
+"""
+
+import hashlib
+import json
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, overload
+
+import datasets
+import numpy as np
+import pyarrow.compute
+from datasets.arrow_writer import ArrowWriter
+
+from ..console import note
+from ..errors import UserError
+from ..outputs import new_directory
+from .chat import NO_SUPERVISION, Encoded, Refused, encode, supervises
+from .conversations import Conversation, Reading, read_conversations
+from .records import local_files
+from .tally import Tally
+
+FORMAT = 1  # raise it whenever reading or encoding gives another result for the same input
+RAW = datasets.Features({"conversation": datasets.Value("large_string"), "changed": datasets.Value("bool")})
+ENCODED = datasets.Features(
+    {
+        "ids": datasets.LargeList(datasets.Value("int32")),
+        "mask": datasets.LargeList(datasets.Value("bool")),
+        "notes": datasets.List(datasets.Value("string")),
+        **{name: datasets.Value("string") for name in ("file", "reason", "detail")},
+        "row": datasets.Value("int64"),
+    }
+)
+
+
+class Examples(Sequence[Encoded]):
+    """Encoded conversations in input order, read from disk as they are asked for.
+
+    ``lengths`` int32 [rows] in tokens; ``fingerprint`` changes with anything that could change an id or a mask.
+    """
+
+    def __init__(self, table: datasets.Dataset, kept: np.ndarray, fingerprint: str) -> None:
+        self.ids, self.mask = table.data.column("ids"), table.data.column("mask")
+        self.kept = kept
+        self.lengths = pyarrow.compute.list_value_length(self.ids).to_numpy()[kept].astype(np.int32)
+        self.fingerprint = fingerprint
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    @overload
+    def __getitem__(self, row: int) -> Encoded: ...
+    @overload
+    def __getitem__(self, row: slice) -> list[Encoded]: ...
+    def __getitem__(self, row: int | slice) -> Encoded | list[Encoded]:
+        if isinstance(row, slice):
+            return [self[i] for i in range(*row.indices(len(self)))]
+        place = int(self.kept[row])
+        ids, mask = self.ids[place].values, self.mask[place].values
+        return Encoded(ids.to_numpy(), mask.to_numpy(zero_copy_only=False))
+
+
+def prepare(
+    sources: str | Sequence[str],
+    tokenizer: Any,
+    max_length: int | None,
+    tally: Tally,
+    reading: Reading | None = None,
+    only_last: bool = False,
+    workers: int = 1,
+) -> Examples:
+    """Read and encode every conversation of the sources; ``tally`` counts what became of the rows.
+
+    ``only_last`` supervises the last assistant turn alone. ``workers``: processes that tokenize. Raises UserError for what
+    the readers and the chat template refuse, and when nothing is left to learn from; a large loss is warned of.
+    """
+    folder = read(sources, reading or Reading())
+    own, raw = load(folder)
+    key = digest(folder.name, tokenizer_digest(tokenizer), max_length, only_last)
+    encoded = raw.map(
+        encode_rows,
+        batched=True,
+        batch_size=64,
+        num_proc=min(workers, max(len(raw), 1)) if workers > 1 else None,
+        remove_columns=raw.column_names,
+        features=ENCODED,
+        fn_kwargs={"tokenizer": tokenizer, "max_length": max_length, "only_last": only_last},
+        cache_file_name=str(folder / f"ids-{key}.arrow"),
+        new_fingerprint=key,
+        load_from_cache_file=True,
+        desc="tokenizing",
+    )
+    tally.take(own, folder / "rejects.jsonl")
+    reasons = np.array(encoded["reason"][:], dtype=object)
+    for place in np.flatnonzero(reasons != ""):
+        row, conversation = encoded[int(place)], json.loads(raw[int(place)]["conversation"])
+        tally.drop(row["file"], row["row"], row["reason"], row["detail"], conversation["messages"])
+    for notes, changed, reason in zip(encoded["notes"][:], raw["changed"][:], reasons, strict=True):
+        if notes and not reason:
+            tally.changed.update(notes)
+            tally.changed_rows += not changed
+    kept = np.flatnonzero(reasons == "")
+    if not len(kept):
+        raise UserError(
+            f"no conversation is left to learn from ({tally.sentence()}): raise max_length (now {max_length}) or give "
+            "conversations with longer answers."
+        )
+    if tally.is_loud:
+        note(f"WARNING: {tally.lost / tally.read:.0%} of the rows are lost: {tally.sentence()}")
+    return Examples(encoded, kept, key)
+
+
+def encode_rows(rows: dict[str, list], tokenizer: Any, max_length: int | None, only_last: bool) -> dict[str, list]:
+    """The batch of table rows of a batch of conversations."""
+    out: dict[str, list] = {name: [] for name in ENCODED}
+    for text in rows["conversation"]:
+        conversation = Conversation(**json.loads(text))
+        example, reason, detail = Encoded(np.zeros(0, np.int32), np.zeros(0, bool)), "", ""
+        try:
+            if all(message["role"] != "assistant" for message in conversation.messages):
+                reason = "no assistant turn"
+            else:
+                example = encode(conversation, tokenizer, max_length, only_last)
+                reason = "" if supervises(example.mask) else NO_SUPERVISION
+        except Refused as refused:
+            reason, detail = refused.reason, str(refused)
+        made = (example.ids, example.mask, list(example.notes), conversation.file, reason, detail, conversation.row)
+        for name, value in zip(out, made, strict=True):
+            out[name].append(value)
+    return out
+
+
+def read(sources: str | Sequence[str], reading: Reading) -> Path:
+    """The cache folder that holds the sources' conversations, tally and rejects; reads the sources where there is none."""
+    given = [sources] if isinstance(sources, str) else list(sources)
+    files = [file for source in given for file in local_files(source)]
+    # what is not a file here may be another thing next time
+    identity = [[str(file), sha256(file)] for file in files] if files else uuid.uuid4().hex
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "draftsmith" / f"read-{digest(identity, asdict(reading))}"
+    if (folder / "tally.json").exists():
+        return folder
+    with new_directory(folder, force=True) as partial, open(partial / "rejects.jsonl", "w", encoding="utf-8") as rejects:
+        own = Tally(rejects=rejects)
+        with ArrowWriter(path=str(partial / "conversations.arrow"), features=RAW) as writer:
+            before = 0
+            for conversation in read_conversations(given, own, reading):
+                text = json.dumps(asdict(conversation), ensure_ascii=False)
+                writer.write({"conversation": text, "changed": own.changed_rows > before})
+                before = own.changed_rows
+            writer.finalize()
+        (partial / "tally.json").write_text(json.dumps(own.as_json()))
+    return folder
+
+
+def load(folder: Path) -> tuple[Tally, datasets.Dataset]:
+    """What ``read`` left in a cache folder."""
+    return Tally.of(json.loads((folder / "tally.json").read_text())), datasets.Dataset.from_file(
+        str(folder / "conversations.arrow")
+    )
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Changes with the vocabulary, the way of splitting, the special tokens and the chat template."""
+    core = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
+    return digest(core, tokenizer.chat_template, {key: str(value) for key, value in tokenizer.special_tokens_map.items()})
+
+
+def digest(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps([FORMAT, datasets.__version__, *parts], sort_keys=True).encode()).hexdigest()[:24]
+
+
+def sha256(file: Path) -> str:
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
