@@ -1,0 +1,292 @@
+"""Does a real server write what the target writes in this process? `draftsmith data regenerate` both ways, against vLLM.
+
+Starts `vllm serve` on loopback in float32 and lets it answer conversations of one to three user turns, greedy; the same in
+this process. Texts must be equal; only a near-tie of the target, shown with its margin, excuses one. One run is killed
+with SIGKILL on its way and started again: nothing may be missing, twice, or other than before. The server's own words for
+what it refuses are checked too. Leaves runs/regenerate/report.json; exits with status 1 unless all of it holds.
+"""
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+from draftsmith.console import note
+from draftsmith.data.regenerate import beside
+from draftsmith.data.rewriting import TOO_LONG
+from draftsmith.data.template import render, tokens
+from draftsmith.errors import UserError
+from draftsmith.eval.harness import NEAR_TIE, divergence
+from draftsmith.fetch import DEMO_TARGET, local_path
+from draftsmith.target import Target
+
+ROOT = Path(__file__).resolve().parent.parent
+CONTEXT = 1024  # tokens of the engine
+LONG_QUESTION = "What comes next? " + "one two three four " * 400
+
+
+def main() -> int:
+    options = read_options()
+    torch.set_num_threads(1)
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name in ("served", "killed", "own", "sampled-0", "sampled-1", "refused"):
+        for path in (options.out / f"{name}.jsonl", beside(options.out / f"{name}.jsonl", ".partial")):
+            path.unlink(missing_ok=True)
+    source = write_input(options)
+    path = local_path(options.target)
+    start = time.perf_counter()
+    with engine(options, path) as (url, version):
+        seconds = {"engine_start": time.perf_counter() - start}
+        served = timed(seconds, "served", lambda: regenerate(options, "served", source, "--endpoint", url))
+        kill = timed(seconds, "killed", lambda: kill_and_resume(options, source, url))
+        sampled = timed(seconds, "sampled", lambda: sample_twice(options, source, url))
+        refusals = timed(seconds, "refusals", lambda: refused(options, url))
+    own = timed(
+        seconds, "own", lambda: regenerate(options, "own", source, "--target", path, "--dtype", "float32", "--batch", "4")
+    )
+    texts = compare(options, Target.load(path, "float32"))
+    report = {
+        "engine": {"name": "vllm", "version": version},
+        "target": options.target,
+        "served": served,
+        "own": own,
+        **texts,
+        "kill": kill,
+        "sampled": sampled,
+        "refusals": refusals,
+        "seconds": seconds,
+    }
+    report["equal"] = not texts["unequal"] and kill["as_unbroken"] and all(entry["ok"] for entry in refusals)
+    (options.out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    note(f"texts equal to the server's: {texts['texts_equal']} of {texts['texts_total']}, near-ties {len(texts['near_ties'])}")
+    note(f"killed at {kill['done_at_kill']} of {options.conversations} conversations: {kill}")
+    note(f"sampled twice with one seed: {sampled['equal']} of {sampled['total']} conversations equal")
+    note("\n".join(f"{'as expected' if entry['ok'] else 'NOT as expected'}: {entry['asked']}" for entry in refusals))
+    return 0 if report["equal"] else 1
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Compare data regenerate through vLLM with data regenerate in process.")
+    parser.add_argument("--target", default=DEMO_TARGET)
+    parser.add_argument("--conversations", type=int, default=12)
+    parser.add_argument("--max-new", type=int, default=48)
+    parser.add_argument("--questions", type=Path, default=ROOT / "recipes/demo/heldout.jsonl")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs/regenerate")
+    parser.add_argument("--vllm", type=Path, default=ROOT / ".venv-vllm/bin", help="the bin folder of vLLM's environment")
+    options = parser.parse_args()
+    if not (options.vllm / "vllm").exists():
+        raise UserError(f"{options.vllm / 'vllm'} does not exist: run make .venv-vllm/ready, or name --vllm.")
+    return options
+
+
+def write_input(options: argparse.Namespace) -> Path:
+    """Conversations of one, two and three user turns, the questions taken one after another from a file of chats."""
+    chats = [json.loads(line)["messages"] for line in options.questions.open(encoding="utf-8")]
+    questions = iter([chat[0]["content"] for chat in chats if len(chat[0]["content"]) < 200])
+    path = options.out / "input.jsonl"
+    with path.open("w", encoding="utf-8") as file:
+        for i in range(options.conversations):
+            turns = [next(questions) for _ in range(1 + i % 3)]
+            file.write(json.dumps({"id": f"c{i}", "turns": turns}, ensure_ascii=False) + "\n")
+    return path
+
+
+# -- the engine ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def engine(options: argparse.Namespace, path: str) -> Iterator[tuple[str, str]]:
+    """A vLLM server of the target on a free port of loopback; yields its address and version."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        options.vllm / "vllm",
+        "serve",
+        path,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        port,
+        "--served-model-name",
+        options.target,
+    ]
+    command += ["--dtype", "float32", "--max-model-len", CONTEXT, "--max-num-seqs", 4, "--generation-config", "vllm"]
+    command += ["--enforce-eager", "--no-enable-prefix-caching"]
+    with open(options.out / "engine.log", "w", encoding="utf-8") as log:
+        process = subprocess.Popen(
+            list(map(str, command)), stdout=log, stderr=log, env=engine_environment(options), start_new_session=True
+        )
+        try:
+            version = wait_for(f"http://127.0.0.1:{port}", process, options.out / "engine.log")
+            yield f"http://127.0.0.1:{port}/v1", version
+        finally:
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def engine_environment(options: argparse.Namespace) -> dict[str, str]:
+    """Ours without what would lead the engine's Python to our packages; one thread, and room for a few sequences."""
+    ours = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+    asked = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    path = f"{options.vllm.resolve()}{os.pathsep}{ours.get('PATH', '')}"
+    return {**ours, **asked, "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "PATH": path}
+
+
+def wait_for(url: str, process: subprocess.Popen, log: Path) -> str:
+    """The server's version once it answers. Raises UserError where it ends before, or takes ten minutes."""
+    for _ in range(600):
+        if process.poll() is not None:
+            raise UserError(f"the engine ended with status {process.returncode}: its last words are in {log}.")
+        try:
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                return httpx.get(f"{url}/version", timeout=5).json()["version"]
+        except httpx.TransportError:
+            pass
+        time.sleep(1)
+    raise UserError(f"the engine did not answer within ten minutes: its last words are in {log}.")
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
+
+
+def command(options: argparse.Namespace, name: str, source: Path, *more: object) -> list[str]:
+    """``draftsmith data regenerate``, greedy unless ``more`` says otherwise, as a process of its own."""
+    line = [sys.executable, "-c", "from draftsmith.cli import main; main()", "data", "regenerate", source]
+    line += ["--out", options.out / f"{name}.jsonl", "--max-new-tokens", options.max_new, "--concurrency", 4, "--json", *more]
+    return list(map(str, line))
+
+
+def regenerate(options: argparse.Namespace, name: str, source: Path, *more: object) -> dict[str, Any]:
+    """The command's summary."""
+    done = subprocess.run(command(options, name, source, *more), stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise UserError(f"data regenerate ended with status {done.returncode}: see its last words above.")
+    return json.loads(done.stdout)
+
+
+def timed(seconds: dict[str, float], name: str, work: Any) -> Any:
+    start = time.perf_counter()
+    result = work()
+    seconds[name] = time.perf_counter() - start
+    return result
+
+
+def rows(options: argparse.Namespace, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (options.out / f"{name}.jsonl").open(encoding="utf-8")]
+
+
+def kill_and_resume(options: argparse.Namespace, source: Path, url: str) -> dict[str, Any]:
+    """Kill a run when a third of its conversations are done, start it again, and look at what came out."""
+    out = options.out / "killed.jsonl"
+    journal = beside(out, ".partial")
+    process = subprocess.Popen(command(options, "killed", source, "--endpoint", url), stdout=subprocess.DEVNULL)
+    while process.poll() is None and done_in(journal) < options.conversations // 3:
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    at_kill = done_in(journal)
+    whole_before = out.exists()
+    regenerate(options, "killed", source, "--endpoint", url)
+    indices = [row["row"] for row in rows(options, "killed")]
+    unbroken = rows(options, "served")
+    return {
+        "done_at_kill": at_kill,
+        "finished_before_kill": whole_before,
+        "lost": len({row["row"] for row in unbroken} - set(indices)),
+        "doubled": len(indices) - len(set(indices)),
+        "as_unbroken": not whole_before and rows(options, "killed") == unbroken,
+    }
+
+
+def done_in(journal: Path) -> int:
+    return max(journal.read_bytes().count(b"\n") - 1, 0) if journal.exists() else 0
+
+
+def sample_twice(options: argparse.Namespace, source: Path, url: str) -> dict[str, int]:
+    """How many conversations come out the same when they are sampled twice with one seed: the server's affair, not ours."""
+    for name in ("sampled-0", "sampled-1"):
+        more = ("--endpoint", url, "--temperature", "0.8", "--top-p", "0.95", "--seed", "7", "--limit", "4")
+        regenerate(options, name, source, *more)
+    first, second = rows(options, "sampled-0"), rows(options, "sampled-1")
+    return {"equal": sum(a == b for a, b in zip(first, second, strict=True)), "total": len(first)}
+
+
+def refused(options: argparse.Namespace, url: str) -> list[dict[str, Any]]:
+    """What the client makes of the server's own refusals."""
+    short, long = options.out / "short.jsonl", options.out / "long.jsonl"
+    short.write_text(json.dumps({"prompt": "Say yes."}) + "\n")
+    long.write_text(short.read_text() + json.dumps({"prompt": LONG_QUESTION}) + "\n")
+    told = regenerate(options, "refused", long, "--endpoint", url)
+    expected = {TOO_LONG: 1}
+    entries = [{"asked": "a prompt beyond the context", "seen": told["reasons"], "ok": told["reasons"] == expected}]
+    for asked, more, said in [
+        ("more tokens than the context", ("--endpoint", url, "--max-new-tokens", CONTEXT + 1), "refuses a plain question"),
+        ("a model that is not served", ("--endpoint", url, "--model", "nobody"), f"choose --model from {options.target}"),
+        ("an address without /v1", ("--endpoint", url.removesuffix("/v1")), "check --endpoint, which ends in /v1"),
+    ]:
+        line = command(options, "never", short, *more)
+        done = subprocess.run(line, capture_output=True, text=True)
+        seen = done.stderr.strip().splitlines()[-1:]
+        entries.append({"asked": asked, "seen": seen, "ok": done.returncode == 2 and said in done.stderr})
+    return entries
+
+
+# -- the texts -----------------------------------------------------------------------------------------------------
+
+
+def compare(options: argparse.Namespace, target: Target) -> dict[str, Any]:
+    """The answers of both ways, turn by turn; behind the first that differs, a conversation's prompts differ too."""
+    equal, total, ties = 0, 0, []
+    unequal: list[dict[str, Any]] = []
+    of_server, of_ours = ({row["row"]: row for row in rows(options, name)} for name in ("served", "own"))
+    unequal += [{"row": row, "written_by": "one side alone"} for row in sorted(of_server.keys() ^ of_ours.keys())]
+    for served, own in ((of_server[row], of_ours[row]) for row in sorted(of_server.keys() & of_ours.keys())):
+        for turn, (theirs, ours) in enumerate(zip(served["messages"], own["messages"], strict=False)):
+            if ours["role"] != "assistant":
+                continue
+            total += 1
+            if theirs == ours:
+                equal += 1
+                continue
+            found = parting(target, own["messages"][:turn], ours["content"], theirs["content"])
+            entry = {"row": own["row"], "turn": turn, **found, "our_text": ours["content"], "server_text": theirs["content"]}
+            (ties if found.get("margin", 1.0) < NEAR_TIE else unequal).append(entry)
+            break
+        else:
+            if (len(served["messages"]), served["finish"]) != (len(own["messages"]), own["finish"]):
+                unequal.append({"row": own["row"], "finish": [own["finish"], served["finish"]]})
+    return {"texts_equal": equal, "texts_total": total, "near_ties": ties, "unequal": unequal}
+
+
+def parting(target: Target, messages: list[dict[str, Any]], ours: str, theirs: str) -> dict[str, Any]:
+    """Where two answers to the same messages part, and the target's margin there."""
+    prompt = render(messages, target.tokenizer, "a prompt", answer_next=True)
+    fed = tokens(prompt, target.tokenizer)
+    one, other = (tokens(prompt + text, target.tokenizer)[len(fed) :] for text in (ours, theirs))
+    return divergence(target, fed, one, other) if one != other else {}
+
+
+if __name__ == "__main__":
+    start = time.perf_counter()
+    try:
+        status = main()
+    except UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    note(f"{time.perf_counter() - start:.0f} s")
+    sys.exit(status)
