@@ -199,27 +199,45 @@ def test_case_03_a_row_without_supervision_changes_nothing(workplace, whole_run)
     assert norms[0][0] == pytest.approx(norms[1][0], rel=1e-5) and norms[0][1] == pytest.approx(norms[1][1], rel=1e-5)
 
 
-def launch(workplace: Path, out: str, *launcher: str) -> None:
+TWO = ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29611"]
+
+
+def launch(workplace: Path, launcher: list[str], out: str, *changes: str) -> None:
     """Run the recipe through a launcher, on CPU processes."""
     command = [sys.executable, "-m", *launcher, "-m", "draftsmith.train", str(workplace / "recipe.yaml")]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, "--set", f"output={workplace}/{out}"], env=environment, capture_output=True, text=True, timeout=300
+        [*command, *(f"--set={change}" for change in (f"output={workplace}/{out}", *changes))],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
 
 
 def test_accelerate_launch_runs_a_recipe(workplace, whole_run):
-    launch(workplace, "launched", "accelerate.commands.launch", "--num_processes", "1")
+    launch(workplace, ["accelerate.commands.launch", "--num_processes", "1"], "launched")
     assert losses(workplace / "launched") == pytest.approx(losses(whole_run), rel=1e-4)
 
 
 def test_two_processes_give_the_curve_of_one(workplace, whole_run):
-    launch(workplace, "two", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29611")
+    launch(workplace, TWO, "two")
     assert json.loads((workplace / "two" / "run.json").read_text())["processes"] == 2
     assert losses(workplace / "two") == pytest.approx(losses(whole_run), rel=1e-4)
     for one, two in zip(curve(whole_run, "held_out"), curve(workplace / "two", "held_out"), strict=True):
         assert one == pytest.approx(two, rel=1e-4)
+
+
+def test_two_processes_fill_one_store_and_agree_on_the_vocabulary(workplace, whole_run):
+    place = workplace / "shared"
+    named = ["data.features=write-through", f"data.store={place}", "data.store_dtype=float32", "data.pack=true"]
+    launch(workplace, TWO, "two-through", *named, "data.max_length=100")
+    assert losses(workplace / "two-through") == pytest.approx(losses(whole_run), rel=1e-4)
+    ids = [load_file(run / "head" / "model.safetensors")["target_ids"] for run in (whole_run, workplace / "two-through")]
+    assert torch.equal(*ids), "counted by two processes, each over its half"
+    assert len(Store(place, growing=True)) == 20
+    assert {file.name.rpartition("-")[0] for file in place.glob("*.safetensors")} == {"rank-0", "rank-1"}
 
 
 def test_resume_is_exact(workplace, whole_run):
