@@ -13,11 +13,12 @@ import typer
 from .console import AsJson, Debug, Dtype, Force, Out, Progress, Seed, command_line, note, show
 from .data import audit, audit_page, audit_text, extract, regenerate, synthesize, upkeep
 from .data.conversations import Reading, read_conversations
-from .data.examples import prepare
+from .data.examples import prepare, sha256
 from .data.facts import TargetFacts
 from .data.features import lengths_of
 from .data.manifest import Part
 from .data.packed import DTYPES
+from .data.records import local_files
 from .data.rewriting import Settings
 from .data.shown import FirstDrops
 from .data.store import SUFFIX
@@ -259,10 +260,12 @@ def extract_states(
         raise UserError(f"--shard {shard} is none of {num_shards}: give 0 to {num_shards - 1}.")
     if head not in KINDS:
         raise UserError(f"--head {head!r} is no head kind: choose {', '.join(KINDS)}.")
+    refuse_existing(out, force)
     part, loaded, tally = Part(index=shard, of=num_shards), Target.load(target, target_dtype, device), Tally()
     chosen = tap_list(taps) if taps is not None else KINDS[head].default_taps(loaded)
     examples = prepare(files, loaded.tokenizer_or_refuse(), max_length, tally)
-    about = {"files": [str(file) for file in files], "max_length": max_length, "data": tally.as_json()}
+    sources = [{"path": str(path), "sha256": sha256(path)} for file in files for path in local_files(file)] or files
+    about = {"files": sources, "max_length": max_length, "data": tally.as_json()}
     tokens = int(lengths_of(examples)[part.rows(len(examples))].sum())
     with Progress("extracting tokens", tokens) as bar:
         report = extract.extract(

@@ -162,7 +162,7 @@ def alone(out: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            path.unlink()
+            path.unlink(missing_ok=True)
 
 
 def find_whole(partial: Path, manifest: Manifest, planned: list[np.ndarray], force: bool) -> set[int]:
@@ -172,7 +172,12 @@ def find_whole(partial: Path, manifest: Manifest, planned: list[np.ndarray], for
     """
     if not (partial / FILE).exists():
         return set()
-    before = Manifest.read(partial)
+    try:
+        before = Manifest.read(partial)
+    except UserError:
+        if force:
+            return set()
+        raise
     own = manifest.model_copy(update={name: getattr(before, name) for name in ("draftsmith", "about", "shards")})
     differ = differences(before, own)
     if differ and not force:
@@ -193,7 +198,7 @@ def is_whole(partial: Path, number: int, rows: np.ndarray, manifest: Manifest) -
 def prepare_partial(partial: Path, manifest: Manifest, whole: set[int]) -> None:
     """Make the directory, or clear it of all that is no whole shard of this extraction."""
     partial.mkdir(exist_ok=True)
-    kept = {shard_name("shard", number) for number in whole}
+    kept = {FILE, *(shard_name("shard", number) for number in whole)}  # without a manifest they would count for nothing
     for path in partial.iterdir():
         if path.name not in kept:
             path.unlink()
@@ -256,8 +261,8 @@ def keep(
     encoded: dict[int, Encoded],
     states: Features,
     identity: Identity,
-    side: "torch.cuda.Stream | None",
-    ready: "torch.cuda.Event | None",
+    side: torch.cuda.Stream | None,
+    ready: Any,
 ) -> None:
     """Add a batch's rows to the shard. On a GPU in a stream beside the target's, once the states are ``ready``."""
     with torch.cuda.stream(side):  # None changes nothing

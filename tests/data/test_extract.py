@@ -2,6 +2,7 @@
 
 import copy
 import fcntl
+import hashlib
 import io
 import json
 import shutil
@@ -147,6 +148,25 @@ def test_an_interrupted_extraction_goes_on(tmp_path: Path, tiny_target: Target, 
     assert sum(progress) == report["tokens"] == sum(len(example.ids) for example in EXAMPLES)
     assert contents(out) == contents(tmp_path / "calm")
     assert {path.name for path in tmp_path.iterdir()} == {"calm", "out"}
+
+
+def test_a_kill_while_it_clears_up_costs_nothing(tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = partial(extract, tiny_target, EXAMPLES, TAPS, tmp_path / "out", "bfloat16", **SMALL)
+    with pytest.raises(Stop):
+        run(progress=stop_after(600))
+    whole = len(list(tmp_path.rglob("shard-*.safetensors")))
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(Manifest, "write", lambda *_: stop_after(0)(1))
+        run()
+    assert run()["shards_kept"] == whole > 0
+
+
+def test_an_unreadable_rest_is_discarded_by_force_alone(tmp_path: Path, tiny_target: Target) -> None:
+    (tmp_path / ".out.partial").mkdir()
+    (tmp_path / ".out.partial" / "manifest.json").write_text('{"format": 0}')
+    with pytest.raises(UserError, match="manifest.json has format 0, and this draftsmith reads format 1"):
+        extract(tiny_target, EXAMPLES, TAPS, tmp_path / "out", "bfloat16")
+    assert extract(tiny_target, EXAMPLES, TAPS, tmp_path / "out", "bfloat16", force=True)["rows"] == 40
 
 
 def test_a_damaged_store_is_mended_by_the_same_command(tmp_path: Path, tiny_target: Target, computed: list[int]) -> None:
@@ -375,6 +395,8 @@ def test_extract_merge_and_verify_from_the_command_line(
     code, out, err = run("verify", tmp_path / "store")
     assert code == 0 and out.startswith("8 rows in 2 shards are sound: "), err
     assert Store(tmp_path / "store").identity.taps == (1, 3)
+    digest = hashlib.sha256((data / "talk.jsonl").read_bytes()).hexdigest()
+    assert Store(tmp_path / "store").manifest.about["files"] == [{"path": str(data / "talk.jsonl"), "sha256": digest}]
     code, _, err = run(*base, "--out", tmp_path / "store")
     assert code == 2 and err.endswith("store exists: choose another output, or pass --force to replace it.\n")
 
