@@ -1,12 +1,14 @@
 """The prompts a head is measured on."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..console import note
 from ..data.chat import prompt_ids
-from ..data.conversations import read_jsonl
-from ..errors import UserError
+from ..data.conversations import Conversation, read_conversations
+from ..data.tally import Tally
 from ..target import Target
 
 
@@ -16,31 +18,29 @@ class Prompt:
 
     messages: list[dict[str, Any]]
     category: str = "all"
+    tools: list[dict[str, Any]] | None = None
 
     def ids(self, target: Target) -> list[int]:
         """Token ids as a server would feed them, with the generation prompt."""
-        return prompt_ids(self.messages, target.tokenizer_or_refuse())
+        return prompt_ids(self.messages, target.tokenizer_or_refuse(), self.tools)
 
 
-def read_prompts(path: str | Path) -> list[Prompt]:
-    """Read JSONL: ``messages`` (used up to the first assistant turn), ``prompt`` or ``turns`` (the first is used).
+def read_prompts(source: str | Path | Sequence[str | Path]) -> list[Prompt]:
+    """The first question of every conversation of a source, in any of the readers' shapes and formats.
 
-    Raises UserError for a missing file, a broken line (by number) or a line that holds no prompt.
+    Rows without one are left out with a note. Raises UserError for a missing source, a damaged file (with its line or byte),
+    and where nothing is left.
     """
-    prompts = [Prompt(opening(row, f"{path}, line {line}"), str(row.get("category", "all"))) for line, row in read_jsonl(path)]
-    if not prompts:
-        raise UserError(f"{path} holds no prompts: give one JSON object a line, with messages, prompt or turns.")
+    tally = Tally()
+    prompts = [opening(conversation) for conversation in read_conversations(source, tally)]
+    if tally.lost:
+        note(f"WARNING: not every row of the prompts can be asked: {tally.sentence()}")
     return prompts
 
 
-def opening(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    text = row.get("prompt") or next(iter(row.get("turns") or []), None)
-    if isinstance(text, str):
-        return [{"role": "user", "content": text}]
-    messages = row.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise UserError(f"{where}: no prompt found; write messages, prompt or turns.")
-    first = next((i for i, message in enumerate(messages) if message.get("role") == "assistant"), len(messages))
-    if first == 0:
-        raise UserError(f"{where}: the conversation opens with the assistant, so there is no prompt; put a user turn first.")
-    return messages[:first]
+def opening(conversation: Conversation) -> Prompt:
+    """The messages before the first assistant turn; of questions that were never answered, the first one."""
+    messages = conversation.messages
+    stop = "user" if conversation.unanswered else "assistant"
+    end = next(place for place, message in enumerate(messages) if message["role"] == stop) + conversation.unanswered
+    return Prompt(messages[:end], str(conversation.about.get("category") or "all"), conversation.tools)

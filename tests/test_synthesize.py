@@ -10,6 +10,7 @@ from draftsmith.data import synthesize
 from draftsmith.data.chat import encode
 from draftsmith.data.conversations import read_conversations
 from draftsmith.data.synthesize import Filter, Settings, loops, user_header, write
+from draftsmith.data.tally import Tally
 from draftsmith.errors import UserError
 from draftsmith.sampling import Sampling
 from draftsmith.target import Target
@@ -80,9 +81,7 @@ def test_the_seed_decides(ending_target: Target, tmp_path: Path):
 def test_a_cut_answer_is_not_taught_to_end(ending_target: Target, tmp_path: Path):
     """finish "length": the target wrote no end of turn there, so none is supervised."""
     written(ending_target, tmp_path / "out")
-    conversations = read_conversations(tmp_path / "out" / "train.jsonl") + read_conversations(
-        tmp_path / "out" / "heldout.jsonl"
-    )
+    conversations = list(read_conversations([tmp_path / "out" / f"{part}.jsonl" for part in ("train", "heldout")], Tally()))
     finishes = {conversation.finish for conversation in conversations}
     assert finishes == {"stop", "length"}, "the settings must give both kinds"
     end = ending_target.tokenizer.eos_token_id
