@@ -38,7 +38,9 @@ def note_damage(damage: Damage, file: str, whole: int, tally: Tally, salvage: bo
     records = "1 whole record" if whole == 1 else f"{whole} whole records"
     said = f"{file} is damaged at {damage.at} ({damage.what}), after {records}"
     if not salvage:
-        raise UserError(f"{said}: mend or replace it, or read it with --salvage, which keeps what can be read.")
+        raise UserError(
+            f"{said}: mend or replace it, or keep what can be read (--salvage of the data commands, data.salvage in a recipe)."
+        )
     if tally.damaged:
         tally.damaged["further"] = tally.damaged.get("further", 0) + 1
     else:

@@ -53,7 +53,9 @@ class Tally:
             self.rejects.write(line.encode(errors="backslashreplace").decode() + "\n")  # half a surrogate, as JSON writes it
         if self.strict:
             said = f"{reason} ({detail})" if detail else reason
-            raise UserError(f"{file}, row {row}: {said}: mend or remove the row, or leave out --strict to drop it.")
+            raise UserError(
+                f"{file}, row {row}: {said}: mend or remove the row, or let it be dropped (without --strict, or data.strict in a recipe)."
+            )
 
     def take(self, other: "Tally", rejects: Path) -> None:
         """Add another tally, whose rejects lie in a file. Raises UserError under ``strict`` where it dropped a row."""

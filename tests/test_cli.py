@@ -177,8 +177,16 @@ SYNTHESIZE = "data synthesize --target {place}/target --conversations 2"
 MISTAKES = [
     Mistake("missing recipe", "train {place}/nope.yaml", ["nope.yaml", "demo"]),
     Mistake("missing data", TRAIN + " --set data.train={place}/nope.jsonl", ["nope.jsonl"]),
-    Mistake("broken line", TRAIN + " --set data.train={place}/broken.jsonl", ["broken.jsonl, line 2", "JSON"]),
-    Mistake("no assistant turn", TRAIN + " --set data.train={place}/unanswered.jsonl", ["line 3", "no assistant turn"]),
+    Mistake(
+        "broken line",
+        TRAIN + " --set data.train={place}/broken.jsonl",
+        ["broken.jsonl is damaged at line 2", "JSON", "data.salvage"],
+    ),
+    Mistake(
+        "no assistant turn",
+        TRAIN + " --set data.train={place}/unanswered.jsonl --set data.strict=true",
+        ["unanswered.jsonl, row 3", "no assistant turn"],
+    ),
     Mistake("no chat template", TRAIN + " --set target.name={place}/untemplated", ["untemplated", "no chat template"]),
     Mistake("missing target", TRAIN + " --set target.name={place}/nope", ["nope"]),
     Mistake("unknown key", TRAIN + " --set train.epoch=2", ["train.epoch", "train.epochs"]),
