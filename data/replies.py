@@ -56,7 +56,20 @@ class Chat:
             thought = self.empty_thought(reply, message)
             if ending and body.endswith(ending + rest) and _holds(reply[len(thought) :], message):
                 return Turn(prompt + thought, reply[len(thought) :], ending, rest, bool(thought))
-        return Turn(prompt, self.thought_continued(prompt, message["content"]), ending, rest)
+        reply = self.thought_continued(prompt, message["content"])
+        if reply is None:
+            raise self.refused(whole.startswith(prompt))
+        return Turn(prompt, reply, ending, rest)
+
+    def refused(self, continues: bool) -> Refused:
+        """Why a turn has no safe span; ``continues``: its text begins as the target would begin it."""
+        if continues:
+            reason = "the chat template leaves out part of the reply"
+            mend = "mend the reply or use another template"
+        else:
+            reason = "the reply does not continue the generation prompt"
+            mend = "use another template, or answers that keep their reasoning where the prompt opens a <think> block"
+        return Refused(f"{self.where}: {reason}, so no safe span can be supervised: {mend}.", reason)
 
     def empty_thought(self, reply: str, message: dict[str, Any]) -> str:
         """What the template writes at the head of a reply in the target's place, or nothing."""
@@ -72,7 +85,7 @@ class Chat:
         end = max((token for token in named if body.rstrip().endswith(token)), key=len, default="")
         return end, body[len(body.rstrip()) :]
 
-    def thought_continued(self, prompt: str, content: str) -> str:
+    def thought_continued(self, prompt: str, content: str) -> str | None:
         """What the target writes after a generation prompt that opens a thought which the rendered reply does not show."""
         thinks = PROMPT_THINKS.search(prompt)
         if thinks and thinks.group(1) and "</think>" not in content:  # the prompt closed the thought: the answer follows
@@ -80,11 +93,7 @@ class Chat:
         if thinks and not thinks.group(1) and content.lstrip().startswith("<think>"):
             thought, fed = content.lstrip(), thinks.group()
             return thought.removeprefix(fed) if thought.startswith(fed) else thought.removeprefix("<think>").lstrip()
-        raise Refused(
-            f"{self.where}: the rendered reply does not continue the template's generation prompt, so no safe span can be "
-            "supervised: use another template, or answers that keep their reasoning where the prompt opens a <think> block.",
-            "the reply does not continue the generation prompt",
-        )
+        return None
 
     def tags(self, text: str) -> list[tuple[int, int]] | None:
         """The letters that the template's generation tags mark; None where it has none or ``text`` is not what they mark."""
@@ -114,10 +123,17 @@ def prepared(messages: Sequence[dict[str, Any]], template: Template) -> tuple[li
 
 
 def _holds(reply: str, message: dict[str, Any]) -> bool:
-    """Whether a rendered reply holds all that the message says, whatever became of its white space."""
-    calls = [call["function"] for call in message.get("tool_calls") or []]
-    parts = [message["content"], message.get("reasoning_content", ""), *(call["name"] for call in calls)]
-    return all(part in reply or _squeezed(part) in _squeezed(reply) for part in parts)
+    """Whether a rendered reply holds all that the message says, one after the other, whatever became of white space."""
+    calls = [call["function"]["name"] for call in message.get("tool_calls") or []]
+    if not calls and "reasoning_content" not in message and message["content"] in reply:
+        return True
+    text, place = _squeezed(reply), 0
+    for part in map(_squeezed, (message.get("reasoning_content", ""), message["content"], *calls)):
+        found = text.find(part, place)
+        if found < 0:
+            return False
+        place = found + len(part)
+    return True
 
 
 def _squeezed(text: str) -> str:
