@@ -33,6 +33,7 @@ from .packed import pack, unpack
 SHARD_BYTES = 2**28
 SUFFIX = ".safetensors"
 INDEX = ("offsets", "rows", "crc")  # a shard's tensors that are not tokens back to back
+TOKENS = ("ids", "mask")
 ROW_BYTES = 8 * len(INDEX)
 
 
@@ -204,9 +205,16 @@ class Store:
             except UserError as error:
                 note(f"left out: {error}")
 
-    def read(self, row: int, taps: Sequence[int] | None = None, dtype: torch.dtype = torch.float32) -> tuple[Encoded, Features]:
+    def read(
+        self,
+        row: int,
+        taps: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> tuple[Encoded, Features]:
         """A row's ids and mask, and its states in ``dtype``: ``taps`` in that order (None: all that are stored) and last.
 
+        The states go to ``device`` as they are stored and become ``dtype`` there.
         Raises DamagedRow where its bytes are not those that were written, UserError for taps that are not stored and
         KeyError for a row that is not here.
         """
@@ -217,7 +225,8 @@ class Store:
             for name in [name for name in ("taps", "taps_scales") if name in tensors]:
                 by_tap = tensors[name].unflatten(-1, (len(self.identity.taps), -1))
                 tensors[name] = by_tap[:, columns].flatten(-2)
-        return _encoded(tensors), unpack(tensors, dtype)
+        encoded = _encoded(tensors)
+        return encoded, unpack({name: tensors[name].to(device) for name in tensors if name not in TOKENS}, dtype)
 
     @property
     def examples(self) -> "StoredExamples":
@@ -227,7 +236,7 @@ class Store:
     def example(self, row: int) -> Encoded:
         """A row's ids and mask alone, without the check that ``read`` makes."""
         shard, place = self._find(row)
-        return _encoded(shard.tensors(place, ("ids", "mask")))
+        return _encoded(shard.tensors(place, TOKENS))
 
     def check(self, target: Target, taps: Sequence[int]) -> None:
         """Raise UserError unless the store serves these taps of this target and holds all rows.
