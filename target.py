@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from .errors import UserError
-from .fetch import local_path
+from .fetch import hub_reachable, local_path
 
 UNREADABLE = (OSError, ValueError, KeyError, IndexError, ImportError, struct.error, SafetensorError)
 
@@ -78,9 +78,9 @@ class Target:
         device map ("auto", or a dict of modules). Raises UserError when nothing can be loaded from ``name``.
         """
         path = local_path(name)
-        where: dict[str, Any] = {}
+        where: dict[str, Any] = {"local_files_only": not Path(path).exists() and not hub_reachable()}  # or it tries for long
         if path.endswith(".gguf"):
-            where = {"gguf_file": Path(path).name}
+            where["gguf_file"] = Path(path).name
             path = str(Path(path).parent)
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, **where)
@@ -90,7 +90,7 @@ class Target:
             raise UserError(
                 f"target {name!r} cannot be loaded ({first_line}): give a model directory, a hub id or a .gguf file."
             ) from error
-        if where:
+        if "gguf_file" in where:
             forget_quantization(model)
         return cls(model, tokenizer, name)
 

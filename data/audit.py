@@ -22,7 +22,7 @@ from .extract import batches
 from .facts import TargetFacts
 from .features import PAD, check_lengths, lengths_of
 from .packed import DTYPES, bytes_per_token
-from .shown import FirstDrops, Shown, pick, table_of
+from .shown import FirstDrops, Shown, pick
 from .template import template_of
 from .vocab import choose, count_tokens, holding, special_ids
 
@@ -122,7 +122,7 @@ def encoded(
         if tally.strict or tally.kept or not tally.read:
             raise
         return [], None
-    return examples, table_of(examples)
+    return examples, examples.table
 
 
 # -- numbers ---------------------------------------------------------------------------------------------------------------

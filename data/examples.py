@@ -21,10 +21,11 @@ from datasets.arrow_writer import ArrowWriter
 from ..console import note
 from ..errors import UserError
 from ..outputs import new_directory
-from .chat import NO_SUPERVISION, Encoded, Refused, encode, supervises
+from .chat import NO_SUPERVISION, Encoded, Refused, check_ids, encode, supervises
 from .conversations import Conversation, Reading, read_conversations
 from .records import local_files
 from .tally import Tally
+from .template import check_vocabulary
 
 FORMAT = 1  # raise it whenever reading or encoding gives another result for the same input
 RAW = datasets.Features({"conversation": datasets.Value("large_string"), "changed": datasets.Value("bool")})
@@ -42,10 +43,12 @@ ENCODED = datasets.Features(
 class Examples(Sequence[Encoded]):
     """Encoded conversations in input order, read from disk as they are asked for.
 
-    ``lengths`` int32 [rows] in tokens; ``fingerprint`` changes with anything that could change an id or a mask.
+    ``lengths`` int32 [rows] in tokens; ``fingerprint`` changes with anything that could change an id or a mask. ``table``
+    also holds the rows that were dropped, with file, row, notes and reason; ``kept`` are the places of the others in it.
     """
 
     def __init__(self, table: datasets.Dataset, kept: np.ndarray, fingerprint: str) -> None:
+        self.table = table
         self.ids, self.mask = table.data.column("ids"), table.data.column("mask")
         self.kept = kept
         self.lengths = pyarrow.compute.list_value_length(self.ids).to_numpy()[kept].astype(np.int32)
@@ -69,6 +72,7 @@ class Examples(Sequence[Encoded]):
 def prepare(
     sources: str | Sequence[str],
     tokenizer: Any,
+    vocab_size: int,
     max_length: int | None,
     tally: Tally,
     reading: Reading | None = None,
@@ -77,12 +81,14 @@ def prepare(
 ) -> Examples:
     """Read and encode every conversation of the sources; ``tally`` counts what became of the rows.
 
+    ``vocab_size`` is the model's, which may be larger than the tokenizer's; conversations with tokens beyond it are dropped.
     ``only_last`` supervises the last assistant turn alone. ``workers``: processes that tokenize. Raises UserError for what
     the readers and the chat template refuse, and when nothing is left to learn from; a large loss is warned of.
     """
+    check_vocabulary(tokenizer, vocab_size)
     folder = read(sources, reading or Reading())
     own, raw = load(folder)
-    key = digest(folder.name, tokenizer_digest(tokenizer), max_length, only_last)
+    key = digest(folder.name, tokenizer_digest(tokenizer), vocab_size, max_length, only_last)
     encoded = raw.map(
         encode_rows,
         batched=True,
@@ -90,7 +96,7 @@ def prepare(
         num_proc=min(workers, max(len(raw), 1)) if workers > 1 else None,
         remove_columns=raw.column_names,
         features=ENCODED,
-        fn_kwargs={"tokenizer": tokenizer, "max_length": max_length, "only_last": only_last},
+        fn_kwargs={"tokenizer": tokenizer, "vocab_size": vocab_size, "max_length": max_length, "only_last": only_last},
         cache_file_name=str(folder / f"ids-{key}.arrow"),
         new_fingerprint=key,
         load_from_cache_file=True,
@@ -116,7 +122,9 @@ def prepare(
     return Examples(encoded, kept, key)
 
 
-def encode_rows(rows: dict[str, list], tokenizer: Any, max_length: int | None, only_last: bool) -> dict[str, list]:
+def encode_rows(
+    rows: dict[str, list], tokenizer: Any, vocab_size: int, max_length: int | None, only_last: bool
+) -> dict[str, list]:
     """The batch of table rows of a batch of conversations."""
     out: dict[str, list] = {name: [] for name in ENCODED}
     for text in rows["conversation"]:
@@ -127,6 +135,7 @@ def encode_rows(rows: dict[str, list], tokenizer: Any, max_length: int | None, o
                 reason = "no assistant turn"
             else:
                 example = encode(conversation, tokenizer, max_length, only_last)
+                check_ids(example, vocab_size, f"{conversation.file}, row {conversation.row}")
                 reason = "" if supervises(example.mask) else NO_SUPERVISION
         except Refused as refused:
             reason, detail = refused.reason, str(refused)

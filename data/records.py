@@ -234,7 +234,7 @@ def what_is_wrong(error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8 at its byte {error.start + 1}"
     if isinstance(error, json.JSONDecodeError):
-        return f"not valid JSON: {error.msg} at column {error.colno}"
+        return f"not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
     return f"not valid JSON: {error}"
 
 

@@ -12,7 +12,7 @@ import pyarrow.compute
 
 from ..errors import UserError
 from .chat import Encoded
-from .examples import ENCODED, Examples
+from .examples import ENCODED
 from .tally import Tally
 
 FIRST = 3  # dropped rows told per reason
@@ -41,15 +41,6 @@ class Shown:
     example: Encoded
     reason: str
     detail: str
-
-
-def table_of(examples: Examples) -> datasets.Dataset:
-    """The cached table behind the examples: every row read, dropped or not, with file, row, notes and reason."""
-    cache = Path(datasets.config.HF_DATASETS_CACHE) / "draftsmith"
-    files = sorted(cache.glob(f"read-*/ids-{examples.fingerprint}*.arrow"))
-    parts = files[0].stem.rpartition("_of_")[2]  # several processes leave a file each, and other numbers of them others
-    own = [file for file in files if file.stem.endswith(parts)]
-    return datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in own])
 
 
 def pick(table: datasets.Dataset | None, rows: Sequence[str], tally: FirstDrops, seed: int) -> list[Shown]:

@@ -54,7 +54,8 @@ class Tally:
         if self.strict:
             said = f"{reason} ({detail})" if detail else reason
             raise UserError(
-                f"{file}, row {row}: {said}: mend or remove the row, or let it be dropped (without --strict, or data.strict in a recipe)."
+                f"{file}, row {row}: {said}: mend or remove the row, or let it be dropped (without --strict, or data.strict in "
+                "a recipe)."
             )
 
     def take(self, other: "Tally", rejects: Path) -> None:

@@ -55,7 +55,7 @@ def work(file: str, workers: int) -> dict[str, Any]:
         tokenizer = AutoTokenizer.from_pretrained(local_path(DEMO_TARGET))
         for name in ("tokenize_seconds", "cached_seconds"):
             tally, began = Tally(), time.perf_counter()
-            examples = prepare(file, tokenizer, MAX_LENGTH, tally, reading, workers=workers)
+            examples = prepare(file, tokenizer, len(tokenizer), MAX_LENGTH, tally, reading, workers=workers)
             found[name] = time.perf_counter() - began
         supervised = sum(int(example.mask.sum()) for example in examples)
         found |= {"tokens": int(examples.lengths.sum()), "supervised_tokens": supervised, **tally.as_json()}

@@ -285,7 +285,14 @@ def read_examples(recipe: Recipe, part: Literal["train", "held_out"], target: Ta
     data = recipe.data
     reading = Reading(data.format, data.columns, data.salvage, data.split)
     return prepare_examples(
-        recipe.sources(part), target.tokenizer, data.max_length, tally, reading, data.only_last, data.workers
+        recipe.sources(part),
+        target.tokenizer,
+        target.vocab_size,
+        data.max_length,
+        tally,
+        reading,
+        data.only_last,
+        data.workers,
     )
 
 

@@ -10,7 +10,6 @@ from typing import Any
 from ..recipes.schema import Recipe
 from ..target import Target
 
-
 PACKAGES = ("torch", "transformers", "datasets", "accelerate", "peft", "safetensors")
 
 

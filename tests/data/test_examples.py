@@ -44,7 +44,7 @@ def tokenizer(tiny_tokenizer_factory: Callable[..., Any]) -> Any:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_every_row_comes_out_in_order_as_encode_gives_it(tmp_path: Path, tokenizer: Any, workers: int) -> None:
     path, tally = write(tmp_path / "a.jsonl", [row(i) for i in range(20)]), Tally()
-    examples = prepare(path, tokenizer, 60, tally, workers=workers)
+    examples = prepare(path, tokenizer, 128, 60, tally, workers=workers)
     expected = [encode(conversation, tokenizer, 60) for conversation in read_conversations(path, Tally())]
     assert content(examples) == [(each.ids.tolist(), each.mask.tolist()) for each in expected]
     assert (tally.read, tally.kept, tally.lost) == (20, 20, 0)
@@ -60,14 +60,14 @@ def test_every_row_comes_out_in_order_as_encode_gives_it(tmp_path: Path, tokeniz
 def test_the_second_time_comes_from_the_cache(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.jsonl", [*map(row, range(9)), unanswered(9)])
     first, again = Tally(), Tally()
-    examples = prepare(path, tokenizer, 60, first)
+    examples = prepare(path, tokenizer, 128, 60, first)
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("nothing is read or encoded twice")
 
     monkeypatch.setattr("draftsmith.data.examples.read_conversations", refuse)
     monkeypatch.setattr("draftsmith.data.examples.encode", refuse)
-    cached = prepare(path, tokenizer, 60, again)
+    cached = prepare(path, tokenizer, 128, 60, again)
     assert content(cached) == content(examples) and cached.fingerprint == examples.fingerprint
     assert again.as_json() == first.as_json()
 
@@ -77,7 +77,7 @@ def test_case_10_the_cache_key_holds_all_that_matters(tmp_path: Path, tiny_token
     path = write(tmp_path / "a.jsonl", rows)
 
     def made(tokenizer: Any, max_length: int = 60, only_last: bool = False, reading: Reading | None = None) -> Examples:
-        return prepare(path, tokenizer, max_length, Tally(), reading, only_last)
+        return prepare(path, tokenizer, 128, max_length, Tally(), reading, only_last)
 
     plain, other = tiny_tokenizer_factory(), tiny_tokenizer_factory(pad="<|im_end|>")
     merged = tiny_tokenizer_factory()
@@ -106,14 +106,14 @@ def test_rows_that_teach_nothing_are_counted_and_kept_aside(tmp_path: Path, toke
     for _ in range(2):  # the second time from the cache
         with open(tmp_path / "rejects.jsonl", "w") as rejects:
             tally = Tally(rejects=rejects)
-            assert len(prepare(path, tokenizer, 60, tally)) == 2
+            assert len(prepare(path, tokenizer, 128, 60, tally)) == 2
         assert tally.dropped == {"no assistant turn": 1, "no supervised tokens": 1}
         rejected = [json.loads(line) for line in (tmp_path / "rejects.jsonl").read_text().splitlines()]
         assert [(each["row"], each["reason"]) for each in rejected] == [(2, "no assistant turn"), (4, "no supervised tokens")]
         assert rejected[1]["value"] == long["messages"] and rejected[0]["file"] == path
         assert "WARNING: 50% of the rows are lost: 4 rows read, 2 kept" in " ".join(capfd.readouterr().err.split())
     with pytest.raises(UserError, match=re.escape(f"{path}, row 2: no assistant turn: mend or remove the row")):
-        prepare(path, tokenizer, 60, Tally(strict=True))
+        prepare(path, tokenizer, 128, 60, Tally(strict=True))
 
 
 def test_a_row_that_the_template_refuses_is_dropped_with_its_reason(
@@ -121,15 +121,27 @@ def test_a_row_that_the_template_refuses_is_dropped_with_its_reason(
 ) -> None:
     system = {"messages": [{"role": "system", "content": "be kind"}, *row(0)["messages"]]}
     path, tally = write(tmp_path / "a.jsonl", [row(0), system, row(1)]), Tally()
-    assert len(prepare(path, tiny_tokenizer_factory("strict"), 60, tally)) == 2
+    assert len(prepare(path, tiny_tokenizer_factory("strict"), 128, 60, tally)) == 2
     (reason,) = tally.dropped
     assert "refuses" in reason and tally.lost == 1
+
+
+def test_tokens_beyond_the_model_cost_their_row_and_a_padded_vocabulary_nothing(tmp_path: Path, tokenizer: Any) -> None:
+    tokenizer.add_tokens(["<surplus>"])  # id 111
+    odd = {"messages": [{"role": "user", "content": "what is <surplus>?"}, *row(0)["messages"][1:]]}
+    path = write(tmp_path / "a.jsonl", [row(0), odd, row(1)])
+    for vocab_size, kept in ((111, 2), (112, 3), (128, 3)):
+        tally = Tally()
+        assert len(prepare(path, tokenizer, vocab_size, 60, tally)) == kept
+        assert tally.dropped == ({"a token beyond the target's vocabulary": 1} if kept == 2 else {})
+    with pytest.raises(UserError, match="the chat template writes .* beyond the target's 50 tokens"):
+        prepare(path, tokenizer, 50, 60, Tally())
 
 
 def test_a_file_of_which_nothing_is_left_is_an_error(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path / "a.jsonl", [unanswered(i) for i in range(3)])
     with pytest.raises(UserError, match="no conversation is left to learn from .3 rows read, 0 kept, 3 dropped"):
-        prepare(path, tokenizer, 60, Tally())
+        prepare(path, tokenizer, 128, 60, Tally())
 
 
 def test_case_08_chats_and_ready_texts_side_by_side(tmp_path: Path, tokenizer: Any) -> None:
@@ -138,7 +150,7 @@ def test_case_08_chats_and_ready_texts_side_by_side(tmp_path: Path, tokenizer: A
     chats = [{"messages": row(3 * i)["messages"]} for i in range(10)]
     mixed = [each for pair in zip(chats, texts, strict=True) for each in pair]
     tally = Tally()
-    examples = prepare(write(tmp_path / "a.jsonl", mixed), tokenizer, 60, tally)
+    examples = prepare(write(tmp_path / "a.jsonl", mixed), tokenizer, 128, 60, tally)
     assert (len(examples), tally.lost) == (20, 0) and min(examples.lengths) > 2
     for i, example in enumerate(examples):
         assert f"question {3 * (i // 2) if i % 2 == 0 else i // 2}" in tokenizer.decode(example.ids)

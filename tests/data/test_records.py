@@ -213,7 +213,8 @@ def test_damage_is_told_in_one_sentence_and_salvaged(tmp_path: Path, case: Damag
     records = "1 whole record" if case.before == 1 else f"{case.before} whole records"
     assert sentence.startswith(f"{path} is damaged at ") and case.said in sentence
     assert sentence.endswith(
-        f"after {records}: mend or replace it, or keep what can be read (--salvage of the data commands, data.salvage in a recipe)."
+        f"after {records}: mend or replace it, or keep what can be read (--salvage of the data commands, data.salvage in a "
+        "recipe)."
     )
 
     tally = Tally()

@@ -234,7 +234,7 @@ def test_strict_ends_at_the_first_drop_and_goes_on_without(target: Target, tmp_p
     chats = [*conversations(2, 1), Conversation([{"role": "system", "content": "s"}], "f", 3), *conversations(2, 1)]
     job = Job(chats, Settings((1.0,), max_new_tokens=9), tmp_path / "out", Tally(read=5, strict=True))
     for _ in range(2):
-        with pytest.raises(UserError, match=r"f, row 3: no turn to answer: mend or remove the row, or leave out --strict"):
+        with pytest.raises(UserError, match=r"f, row 3: no turn to answer: mend or remove the row, or let it be dropped"):
             in_process(replace(job, tally=Tally(read=5, strict=True)), target, 2)
     summary = in_process(replace(job, tally=Tally(read=5)), target, 2)
     assert summary["reasons"] == {"no turn to answer": 1} and len(read(tmp_path / "out")) == 4
