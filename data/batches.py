@@ -60,7 +60,8 @@ def collate(examples: Mapping[int, Encoded] | Sequence[Encoded], rows: list[int]
 def pack(lengths: Mapping[int, int], width: int) -> dict[int, Place]:
     """Lay rows of these lengths into few lines of like length, each at most ``width`` tokens.
 
-    Where one row is longer, its length is the width. First-fit, longest first, tells how many lines are needed; the rows are then spread over as many evenly, where that fits.
+    Where one row is longer, its length is the width. First-fit, longest first, tells how many lines are needed; the rows
+    are then spread over as many evenly, where that fits.
     """
     longest_first = sorted(lengths, key=lambda row: -lengths[row])
     width = max(width, max(lengths.values(), default=0))

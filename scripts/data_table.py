@@ -40,6 +40,7 @@ MAX_LENGTH = 2048
 
 def work(file: str, workers: int) -> dict[str, Any]:
     """Read one file, and tokenize it where it holds answers; runs in its own process."""
+    import datasets
     from transformers import AutoTokenizer
 
     from draftsmith.data.conversations import Reading, read_conversations
@@ -47,6 +48,7 @@ def work(file: str, workers: int) -> dict[str, Any]:
     from draftsmith.data.tally import Tally
     from draftsmith.fetch import DEMO_TARGET, local_path
 
+    datasets.disable_progress_bars()
     reading, tally = Reading(salvage=True), Tally()
     began = time.perf_counter()
     answered = sum(any(m["role"] == "assistant" for m in c.messages) for c in read_conversations(file, tally, reading))
