@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar
 
 import httpx
 
+from ..console import note
 from ..errors import UserError
 from .rewriting import TOO_LONG, Answer, Rewrite, Settings, whole_thought
 
@@ -75,7 +76,16 @@ class Endpoint:
 
         Raises UserError where the server is not there, does not serve the model or refuses the settings.
         """
-        served = await self.send("GET", "/models", None, models_of)
+        try:
+            served = await self.send("GET", "/models", None, models_of)
+            self.choose(served, model)
+            probe = await self.answer([{"role": "user", "content": "Say yes."}], None, 0.0, 0)
+        except Refused as error:
+            raise UserError(f"{self.url} refuses a plain question ({error}): change the settings that it names.") from error
+        self.counts_tokens = probe.tokens > 0
+
+    def choose(self, served: dict[str, str], model: str | None) -> None:
+        """Take the model among those ``served``, each with its owner, and the parameters that only some servers know."""
         if model and model not in served:
             raise UserError(f"{self.url} does not serve {model!r}: choose --model from {', '.join(served) or 'no model'}.")
         if not served:
@@ -84,14 +94,7 @@ class Endpoint:
         if served[self.model] in KNOWN_ENGINES:
             self.extras = {"skip_special_tokens": False, "top_k": self.settings.top_k or -1}
         elif self.settings.top_k:
-            raise UserError(
-                "--top-k is not part of the OpenAI protocol, and this server is not known to take it: leave it out."
-            )
-        try:
-            probe = await self.answer([{"role": "user", "content": "Say yes."}], None, 0.0, 0)
-            self.counts_tokens = probe.tokens > 0
-        except Refused as error:
-            raise UserError(f"{self.url} refuses a plain question ({error}): change the settings that it names.") from error
+            raise UserError("--top-k is not part of the OpenAI protocol, and this server may not take it: leave it out.")
 
     async def answer(self, messages: list[dict[str, Any]], tools: Any, temperature: float, seed: int) -> Answer:
         """The model's answer to the messages. Raises Refused where this request fails, UserError where the server does."""
@@ -110,24 +113,26 @@ class Endpoint:
 
     async def send(self, method: str, path: str, body: dict[str, Any] | None, read: Callable[[Any], T]) -> T:
         """What ``read`` makes of the reply's JSON; tried again with growing, jittered waits while it may still succeed."""
-        answered_before = self.answered
-        for left in range(self.tries - 1, -1, -1):
+        answered_before, failed = self.answered, None
+        for failures in range(self.tries):
+            if failed:
+                await asyncio.sleep(max(failed.after, self.wait(failures - 1)))
             try:
                 reply = read(await self.try_once(method, path, body))
                 self.answered += 1
                 return reply
             except Unanswered as error:
+                failed = error
                 self.failures += 1
-                if left:
-                    await asyncio.sleep(max(error.after, self.wait(self.tries - 1 - left)))
-                    continue
-                if not error.busy and self.answered > answered_before:  # others were answered meanwhile
-                    raise Refused(FAILED, str(error)) from error
-                raise UserError(
-                    f"{self.url} gave no answer in {self.tries} tries ({error}): see to the server, then run the same "
-                    "command again; what is finished is kept."
-                ) from error
-        raise AssertionError("tries is at least 1")
+                if not self.model:  # the run has not begun, and somebody may be watching a wrong address
+                    note(f"{self.url}: {error}")
+        assert failed, "there is at least one try"
+        if not failed.busy and self.answered > answered_before:  # others were answered meanwhile
+            raise Refused(FAILED, str(failed)) from failed
+        raise UserError(
+            f"{self.url} gave no answer in {self.tries} tries ({failed}): see to the server, then run the same command again; "
+            "what is finished is kept."
+        ) from failed
 
     @staticmethod
     def wait(failures: int) -> float:
@@ -143,8 +148,8 @@ class Endpoint:
             raise UserError(f"--endpoint {self.url} is no address ({error}): give one as http://host:8000/v1.") from error
         except TimeoutError as error:
             raise Unanswered(f"nothing within {self.timeout:g} s", busy=False) from error
-        except httpx.ConnectError as error:
-            raise Unanswered(f"cannot connect: {error}", busy=True) from error
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise Unanswered(f"cannot connect: {error or 'nobody answers'}", busy=True) from error
         except httpx.TransportError as error:
             raise Unanswered(f"{type(error).__name__}: {error}", busy=False) from error
         check_status(response)

@@ -36,13 +36,13 @@ class Journal:
         with _locked(path) as file:
             journal = cls(path, file)
             journal._read()
-            differences = list(_differences(journal.header or header, header))
-            if differences and not force:
+            parted = list(differences(journal.header or header, header))
+            if parted and not force:
                 raise UserError(
-                    f"{path} was begun with other settings ({'; '.join(differences)}): set them back to go on with it, name "
+                    f"{path} was begun with other settings ({'; '.join(parted)}): set them back to go on with it, name "
                     "another --out, or pass --force to begin anew."
                 )
-            if journal.header is None or differences:
+            if journal.header is None or parted:
                 journal._begin(header)
             yield journal
 
@@ -115,11 +115,11 @@ def _locked(path: Path) -> Iterator[BinaryIO]:
         # the process that held it has just finished and removed it: take the next one
 
 
-def _differences(then: dict[str, Any], now: dict[str, Any], above: str = "") -> Iterator[str]:
+def differences(then: dict[str, Any], now: dict[str, Any], above: str = "") -> Iterator[str]:
     """What differs between two headers, key by key, in words."""
     for key in sorted(then.keys() | now.keys()):
         before, after = then.get(key), now.get(key)
         if isinstance(before, dict) and isinstance(after, dict):
-            yield from _differences(before, after, f"{above}{key}.")
+            yield from differences(before, after, f"{above}{key}.")
         elif before != after:
             yield f"{above}{key} was {json.dumps(before)} and is {json.dumps(after)}"

@@ -20,16 +20,17 @@ import torch
 
 from ..console import Progress, note
 from ..errors import UserError
-from ..outputs import refuse_existing
 from ..target import Target
 from .conversations import Conversation
 from .endpoint import Endpoint, through_endpoint
 from .generation import continue_batch, text_after
-from .journal import Journal
+from .journal import Journal, differences
 from .rewriting import TOO_LONG, Answer, Rewrite, Settings, whole_thought
 from .tally import Tally, listed
 from .template import Refused, render, tokens
 
+JOURNAL, PROVENANCE = ".partial", ".provenance.json"  # beside the output
+HEADER = ("writer", "settings", "input")
 WINDOW = 4  # batches of conversations that are written together: sorted by length, and the most work that a kill undoes
 
 
@@ -50,7 +51,33 @@ class Job:
     force: bool = False
     journal: Journal = field(init=False)
     bar: Progress = field(init=False)
-    spent: int = 0  # tokens of earlier starts
+    source: dict[str, Any] = field(init=False, default_factory=dict)
+    spent: int = field(init=False, default=0)  # tokens of earlier starts
+
+    def header(self, writer: dict[str, Any]) -> dict[str, Any]:
+        """Which work this is: who writes, how, and of what."""
+        if not self.source:
+            self.source = digest(self.conversations)
+        return json.loads(json.dumps({"writer": writer, "settings": asdict(self.settings), "input": self.source}))
+
+    def done_before(self, writer: dict[str, Any]) -> dict[str, Any] | None:
+        """What ``finish`` returned when this very job wrote the output; None where it has not.
+
+        Raises UserError where the output is another job's, unless ``force`` lets that go.
+        """
+        if self.force or not self.out.exists() or beside(self.out, JOURNAL).exists():
+            return None
+        provenance = read_provenance(self.out)
+        parted = list(differences({key: provenance.get(key) for key in HEADER}, self.header(writer)))
+        if parted:
+            raise UserError(
+                f"{self.out} exists and was written with other settings ({'; '.join(parted)}): choose another output, or pass "
+                "--force to replace it."
+            )
+        for entry in provenance.pop("dropped_rows"):
+            self.count(entry)
+        note(f"{self.out} is whole already: nothing was left to do")
+        return provenance
 
     @contextmanager
     def begun(self, writer: dict[str, Any]) -> Iterator[None]:
@@ -58,8 +85,7 @@ class Job:
 
         Raises UserError where the journal is another process's or another work's.
         """
-        header = {"writer": writer, "settings": asdict(self.settings), "input": digest(self.conversations)}
-        with Journal.opened(beside(self.out, ".partial"), header, self.force) as self.journal:
+        with Journal.opened(beside(self.out, JOURNAL), self.header(writer), self.force) as self.journal:
             for entry in self.journal.entries():
                 self.spent += entry["tokens"]
                 self.count(entry)
@@ -92,30 +118,31 @@ class Job:
             source = self.conversations[entry["index"]]
             self.tally.drop(source.file, source.row, entry["cause"], entry["detail"], {"messages": source.messages})
 
-    def finish(self, about: dict[str, Any]) -> dict[str, Any]:
-        """Write the output and its provenance, whole, if every conversation is done; returns the summary.
+    def finish(self, about: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Write the output and its provenance, whole, if every conversation is done; returns the provenance.
 
         Where the budget was spent before, the journal stays for the next start and nothing else is written. Raises
         UserError where no conversation is left.
         """
-        summary = self.summary()
-        if not summary["complete"]:
+        document = {**(self.journal.header or {}), **(about or {}), **self.summary()}
+        if not document["complete"]:
             note(
                 f"the token budget of {self.token_budget} is spent with {len(self.journal.places)} of "
                 f"{len(self.conversations)} conversations done: raise --token-budget and run the same command to go on."
             )
-            return summary
+            return document
         if not self.tally.kept:
             raise UserError(
                 f"no conversation is left ({listed(self.tally.dropped) or 'the input holds none'}): see --rejects for what "
                 "is wrong with them, mend it, and pass --force to begin anew."
             )
-        provenance = {**about, "settings": asdict(self.settings), "input": digest(self.conversations), **summary}
-        write_whole(beside(self.out, ".provenance.json"), [json.dumps(provenance, indent=1) + "\n"])
+        dropped = [entry for entry in self.journal.entries() if not entry["row"]]
+        provenance = json.dumps({**document, "dropped_rows": dropped}, indent=1, ensure_ascii=False)
+        write_whole(beside(self.out, PROVENANCE), [provenance + "\n"])
         rows = (entry["row"] for entry in self.journal.entries(self.in_order) if entry["row"])
         write_whole(self.out, (json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         self.journal.path.unlink()
-        return summary
+        return document
 
     def summary(self) -> dict[str, Any]:
         """What was read, written, shortened and dropped, over all starts of the job.
@@ -168,31 +195,39 @@ def digest(conversations: Sequence[Conversation]) -> dict[str, Any]:
     return {"conversations": len(conversations), "sha256": known.hexdigest()[:16]}
 
 
-def sentence(summary: dict[str, Any], tally: Tally) -> str:
-    """The summary for a reader."""
-    lines = [tally.sentence(), f"{summary['answers']} answers, {summary['tokens']} tokens"]
-    if summary["finish"]["length"]:
-        lines.append(f"{summary['finish']['length']} conversations end in an answer that was cut")
-    if summary["shortened"]:
+def sentence(document: dict[str, Any]) -> str:
+    """What ``Job.finish`` returned, for a reader."""
+    lines = [Tally.of(document).sentence(), f"{document['answers']} answers, {document['tokens']} tokens"]
+    if document["finish"]["length"]:
+        lines.append(f"{document['finish']['length']} conversations end in an answer that was cut")
+    if document["shortened"]:
         lines.append(
-            f"{sum(summary['shortened'].values())} conversations end early ({listed(Counter(summary['shortened']))}), "
-            f"with {summary['turns_not_written']} answers not written"
+            f"{sum(document['shortened'].values())} conversations end early ({listed(Counter(document['shortened']))}), "
+            f"with {document['turns_not_written']} answers not written"
         )
-    if summary["retokenized"]:
-        lines.append(f"{summary['retokenized']} answers whose tokens change when read back")
-    return "\n".join([*lines, summary["out"] or "not done yet"])
+    if document["retokenized"]:
+        lines.append(f"{document['retokenized']} answers whose tokens change when read back")
+    return "\n".join([*lines, document["out"] or "not done yet"])
 
 
 def beside(out: Path, ending: str) -> Path:
     return out.with_name(out.name + ending)
 
 
+def read_provenance(out: Path) -> dict[str, Any]:
+    """What is told beside an output. Raises UserError where nothing is: the output is no work of ours."""
+    try:
+        return json.loads(beside(out, PROVENANCE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{out} exists: choose another output, or pass --force to replace it.") from error
+
+
 def check_output(out: Path, force: bool) -> None:
-    """Raise UserError where ``out`` exists, but not where a journal says that only the end of this work is missing."""
+    """Raise UserError, before anything is loaded, where ``out`` exists and is no work of ours, finished or not."""
     if out.is_dir():
         raise UserError(f"{out} is a directory: give --out the name of a file.")
-    if not beside(out, ".partial").exists():
-        refuse_existing(out, force)
+    if not force and out.exists() and not beside(out, JOURNAL).exists():
+        read_provenance(out)
 
 
 def write_whole(path: Path, lines: Iterable[str]) -> None:
@@ -219,7 +254,7 @@ class Asked:
 
 
 def in_process(job: Job, target: Target, batch: int) -> dict[str, Any]:
-    """Let the target rewrite the job's conversations, ``batch`` at once; returns the summary.
+    """Let the target rewrite the job's conversations, ``batch`` at once; returns what ``Job.finish`` does.
 
     Conversations are taken in windows and journaled when their window is done. The draws of a batch depend on the seed and
     on its place in the input alone, so a window that is written again comes out the same.
@@ -227,6 +262,8 @@ def in_process(job: Job, target: Target, batch: int) -> dict[str, Any]:
     tokenizer = target.tokenizer_or_refuse()
     dtype = str(target.dtype).removeprefix("torch.")
     writer = {"target": target.name, "fingerprint": target.fingerprint, "dtype": dtype, "batch": batch}
+    if done := job.done_before(writer):
+        return done
     with job.begun(writer):
         used = 0
         for first in range(0, len(job.conversations), WINDOW * batch):
@@ -239,7 +276,7 @@ def in_process(job: Job, target: Target, batch: int) -> dict[str, Any]:
                 write_window(rewrites, target, tokenizer, job.settings, batch, first)
                 job.record(rewrite for rewrite in rewrites if rewrite.index in missing)
                 used += sum(rewrite.tokens for rewrite in rewrites)
-        return job.finish(writer)
+        return job.finish()
 
 
 def write_window(rewrites: list[Rewrite], target: Target, tokenizer: Any, settings: Settings, batch: int, first: int) -> None:
@@ -298,7 +335,7 @@ def answer(group: list[Asked], target: Target, tokenizer: Any, settings: Setting
 
 
 def through_server(job: Job, url: str, model: str | None, concurrency: int, timeout: float, tries: int) -> dict[str, Any]:
-    """Let the server at ``url`` rewrite the job's conversations, ``concurrency`` at once; returns the summary.
+    """Let the server at ``url`` rewrite the job's conversations, ``concurrency`` at once; returns what ``Job.finish`` does.
 
     Each is journaled when it is finished. Raises UserError where the server fails or refuses the settings.
     """
@@ -308,9 +345,12 @@ def through_server(job: Job, url: str, model: str | None, concurrency: int, time
             await endpoint.connect(model)
             if job.token_budget and not endpoint.counts_tokens:
                 raise UserError(f"{url} does not say how many tokens it writes: leave out --token-budget.")
-            with job.begun({"model": endpoint.model}):
+            writer = {"model": endpoint.model}
+            if done := job.done_before(writer):
+                return done
+            with job.begun(writer):
                 waiting = map(job.start, job.missing(range(len(job.conversations))))
                 await through_endpoint(endpoint, waiting, lambda rewrite: job.record([rewrite]), job.may_start)
-                return job.finish({"endpoint": url, "model": endpoint.model, "failed_tries": endpoint.failures})
+                return job.finish({"endpoint": url, "failed_tries": endpoint.failures})
 
     return asyncio.run(work())

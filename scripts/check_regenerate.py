@@ -1,6 +1,6 @@
 """Does a real server write what the target writes in this process? `draftsmith data regenerate` both ways, against vLLM.
 
-Starts `vllm serve` on loopback in float32 and lets it answer conversations of one to three user turns, greedy; the same in
+Starts vLLM's server on loopback in float32 and lets it answer conversations of one to three user turns, greedy; the same in
 this process. Texts must be equal; only a near-tie of the target, shown with its margin, excuses one. One run is killed
 with SIGKILL on its way and started again: nothing may be missing, twice, or other than before. The server's own words for
 what it refuses are checked too. Leaves runs/regenerate/report.json; exits with status 1 unless all of it holds.
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from draftsmith.target import Target
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTEXT = 1024  # tokens of the engine
+SHORT = "Answer every question with one short sentence."
 LONG_QUESTION = "What comes next? " + "one two three four " * 400
 
 
@@ -80,25 +81,30 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare data regenerate through vLLM with data regenerate in process.")
     parser.add_argument("--target", default=DEMO_TARGET)
     parser.add_argument("--conversations", type=int, default=12)
-    parser.add_argument("--max-new", type=int, default=48)
+    parser.add_argument("--max-new", type=int, default=64)
     parser.add_argument("--questions", type=Path, default=ROOT / "recipes/demo/heldout.jsonl")
     parser.add_argument("--out", type=Path, default=ROOT / "runs/regenerate")
-    parser.add_argument("--vllm", type=Path, default=ROOT / ".venv-vllm/bin", help="the bin folder of vLLM's environment")
+    parser.add_argument("--vllm-python", type=Path, default=ROOT / ".venv-vllm/bin/python")
     options = parser.parse_args()
-    if not (options.vllm / "vllm").exists():
-        raise UserError(f"{options.vllm / 'vllm'} does not exist: run make .venv-vllm/ready, or name --vllm.")
+    if not options.vllm_python.exists():
+        raise UserError(f"{options.vllm_python} does not exist: run make .venv-vllm/ready, or name --vllm-python.")
     return options
 
 
 def write_input(options: argparse.Namespace) -> Path:
-    """Conversations of one, two and three user turns, the questions taken one after another from a file of chats."""
+    """Conversations of one, two and three user turns, the questions taken one after another from a file of chats.
+
+    They ask for short answers, since an answer that is cut ends its conversation.
+    """
     chats = [json.loads(line)["messages"] for line in options.questions.open(encoding="utf-8")]
     questions = iter([chat[0]["content"] for chat in chats if len(chat[0]["content"]) < 200])
     path = options.out / "input.jsonl"
     with path.open("w", encoding="utf-8") as file:
         for i in range(options.conversations):
-            turns = [next(questions) for _ in range(1 + i % 3)]
-            file.write(json.dumps({"id": f"c{i}", "turns": turns}, ensure_ascii=False) + "\n")
+            messages = [{"role": "system", "content": SHORT}]
+            for _ in range(1 + i % 3):
+                messages += [{"role": "user", "content": next(questions)}, {"role": "assistant", "content": "An old answer."}]
+            file.write(json.dumps({"id": f"c{i}", "messages": messages}, ensure_ascii=False) + "\n")
     return path
 
 
@@ -111,40 +117,30 @@ def engine(options: argparse.Namespace, path: str) -> Iterator[tuple[str, str]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [
-        options.vllm / "vllm",
-        "serve",
-        path,
-        "--host",
-        "127.0.0.1",
-        "--port",
-        port,
-        "--served-model-name",
-        options.target,
-    ]
+    command = [options.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", port]
+    command += ["--model", path, "--served-model-name", options.target]
     command += ["--dtype", "float32", "--max-model-len", CONTEXT, "--max-num-seqs", 4, "--generation-config", "vllm"]
     command += ["--enforce-eager", "--no-enable-prefix-caching"]
     with open(options.out / "engine.log", "w", encoding="utf-8") as log:
         process = subprocess.Popen(
-            list(map(str, command)), stdout=log, stderr=log, env=engine_environment(options), start_new_session=True
+            list(map(str, command)), stdout=log, stderr=log, env=engine_environment(), start_new_session=True
         )
         try:
             version = wait_for(f"http://127.0.0.1:{port}", process, options.out / "engine.log")
             yield f"http://127.0.0.1:{port}/v1", version
         finally:
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(30)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # the processes that it may have left behind
 
 
-def engine_environment(options: argparse.Namespace) -> dict[str, str]:
+def engine_environment() -> dict[str, str]:
     """Ours without what would lead the engine's Python to our packages; one thread, and room for a few sequences."""
     ours = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
     asked = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    path = f"{options.vllm.resolve()}{os.pathsep}{ours.get('PATH', '')}"
-    return {**ours, **asked, "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "PATH": path}
+    return {**ours, **asked, "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 
 
 def wait_for(url: str, process: subprocess.Popen, log: Path) -> str:
