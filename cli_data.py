@@ -197,7 +197,7 @@ def regenerate_answers(
             summary = regenerate.in_process(job, Target.load(target, dtype, device), batch)
         else:
             summary = regenerate.through_server(job, str(endpoint), model, concurrency, timeout, tries)
-        show(summary, as_json, regenerate.sentence(summary, tally))
+        show(summary, as_json, regenerate.sentence(summary))
 
 
 def temperatures(text: str) -> tuple[float, ...]:
@@ -263,7 +263,7 @@ def extract_states(
     refuse_existing(out, force)
     part, loaded, tally = Part(index=shard, of=num_shards), Target.load(target, target_dtype, device), Tally()
     chosen = tap_list(taps) if taps is not None else KINDS[head].default_taps(loaded)
-    examples = prepare(files, loaded.tokenizer_or_refuse(), max_length, tally)
+    examples = prepare(files, loaded.tokenizer_or_refuse(), loaded.vocab_size, max_length, tally)
     sources = [{"path": str(path), "sha256": sha256(path)} for file in files for path in local_files(file)] or files
     about = {"files": sources, "max_length": max_length, "data": tally.as_json()}
     tokens = int(lengths_of(examples)[part.rows(len(examples))].sum())
