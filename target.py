@@ -12,12 +12,14 @@ from typing import Any, Self
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from .errors import UserError
-from .fetch import hub_reachable, local_path
+from .fetch import hub_reachable, load_tokenizer, local_path
 
+# text on which tokenizers of one vocabulary part ways when they split differently
+PROBE = "In 2024,\n\n1. it's  12345 a-b\tC++ _x_ naïve Straße 你好 🙂\r\n   def f(x):\n\n\n        return x[0]+1.5e-3\n"
 UNREADABLE = (OSError, ValueError, KeyError, IndexError, ImportError, struct.error, SafetensorError)
 
 
@@ -83,7 +85,7 @@ class Target:
             where["gguf_file"] = Path(path).name
             path = str(Path(path).parent)
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path, **where)
+            tokenizer = load_tokenizer(path, **where)
             model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map=device, **where)
         except UNREADABLE as error:
             first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -128,13 +130,14 @@ class Target:
 
     @property
     def fingerprint(self) -> str:
-        """A digest of the architecture, the tokenizer and the chat template: what a head must agree with."""
+        """A digest of the architecture, the tokenizer, how it splits a probe, and the chat template: what a head must agree with."""
         ignored = {"_name_or_path", "dtype", "torch_dtype", "transformers_version", "quantization_config", "architectures"}
         config = {k: v for k, v in self.config.to_dict().items() if k not in ignored}
         digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
         if self.tokenizer is not None:
             digest.update(json.dumps(sorted(self.tokenizer.get_vocab().items())).encode())
             digest.update(str(self.tokenizer.chat_template).encode())
+            digest.update(json.dumps(self.tokenizer(PROBE, add_special_tokens=False)["input_ids"]).encode())
         return digest.hexdigest()[:16]
 
     def tokenizer_or_refuse(self) -> Any:

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 
 from ..errors import UserError
-from ..fetch import hub_reachable, local_path
+from ..fetch import hub_reachable, load_tokenizer, local_path
 from ..target import UNREADABLE
 
 
@@ -32,7 +32,7 @@ class TargetFacts:
             where["gguf_file"] = Path(path).name
             path = str(Path(path).parent)
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path, **where)
+            tokenizer = load_tokenizer(path, **where)
             config = AutoConfig.from_pretrained(path, **where).get_text_config()
         except UNREADABLE as error:
             first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)

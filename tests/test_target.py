@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import pre_tokenizers
 from torch import Tensor
 from transformers import (
     Gemma2Config,
@@ -27,6 +28,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from draftsmith.errors import UserError
 from draftsmith.eval.tree import chain, full
 from draftsmith.eval.verifier import ancestry
+from draftsmith.fetch import DEMO_TARGET, load_tokenizer, local_path
 from draftsmith.heads.base import Shape
 from draftsmith.target import Target
 
@@ -273,6 +275,13 @@ def test_the_fingerprint_tells_targets_apart(tiny_tokenizer_factory: Callable[..
     assert len({fingerprint(), *changed}) == 4
 
 
+def test_the_fingerprint_sees_how_text_is_split(tiny_target: Target, tiny_tokenizer_factory: Callable[..., Any]) -> None:
+    split = tiny_tokenizer_factory()
+    split.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split("\n", "isolated")
+    assert split.get_vocab() == tiny_target.tokenizer.get_vocab()
+    assert Target(tiny_target.model, split, "tiny").fingerprint != tiny_target.fingerprint
+
+
 # -- files -----------------------------------------------------------------------------------------------------
 
 
@@ -311,7 +320,7 @@ GGUF_NAMES = (
 )  # fmt: skip
 
 
-def write_gguf(path: Path, target: Target, tokens: list[str]) -> None:
+def write_gguf(path: Path, target: Target, tokens: list[str], splitting: str = "default") -> None:
     """The tiny Llama as llama.cpp would store it: names, metadata and the permuted query and key rows."""
     gguf = pytest.importorskip("gguf")
     config, writer = target.config, gguf.GGUFWriter(str(path), "llama")
@@ -325,8 +334,9 @@ def write_gguf(path: Path, target: Target, tokens: list[str]) -> None:
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(VOCAB)
     writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(splitting)
     writer.add_token_list(tokens)
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "1 2", "Ċ Ċ"])
     writer.add_token_types([1] * len(tokens))
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
@@ -353,10 +363,30 @@ def saved(
     path = tmp_path_factory.mktemp("saved")
     targets["llama"].model.save_pretrained(path)
     tiny_tokenizer_factory().save_pretrained(path)
-    tokens = ["<unk>", "<s>", "</s>", "a", "b", "ab", *(f"<{i}>" for i in range(VOCAB - 6))]
     (path / "gguf").mkdir()
-    write_gguf(path / "gguf" / "tiny.gguf", targets["llama"], tokens)
+    write_gguf(path / "gguf" / "tiny.gguf", targets["llama"], GGUF_TOKENS)
     return path
+
+
+GGUF_TOKENS = [*"<unk> <s> </s> a b ab 1 2 12 Ċ ĊĊ".split(), *(f"<{i}>" for i in range(VOCAB - 11))]
+
+
+@pytest.mark.parametrize(("splitting", "tokens"), [("default", ["Ċ", "Ċ", "12", "ab"]), ("smollm", ["ĊĊ", "1", "2", "ab"])])
+def test_a_gguf_file_says_how_its_text_is_split(
+    tmp_path: Path, targets: dict[str, Target], splitting: str, tokens: list[str]
+) -> None:
+    write_gguf(tmp_path / "tiny.gguf", targets["llama"], GGUF_TOKENS, splitting)
+    tokenizer = Target.load(str(tmp_path / "tiny.gguf"), dtype="float32").tokenizer
+    assert tokenizer.tokenize("\n\n12ab") == tokens
+    tokenizer.save_pretrained(tmp_path / "plain")
+    assert load_tokenizer(tmp_path / "plain").tokenize("\n\n12ab") == tokens
+
+
+@pytest.mark.smollm2
+def test_the_demos_target_reads_digits_one_by_one() -> None:
+    """What its own tokenizer does: digits pull no space or newline into their tokens."""
+    tokenizer = load_tokenizer(local_path(DEMO_TARGET))
+    assert tokenizer.tokenize("in 2024\n\n1. one") == ["in", "Ġ", "2", "0", "2", "4", "ĊĊ", "1", ".", "Ġone"]
 
 
 def test_a_gguf_file_loads_as_an_ordinary_model(saved: Path, tmp_path: Path, targets: dict[str, Target]) -> None:

@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..data.conversations import Reading, read_conversations
 from ..data.records import local_files
 from ..data.tally import Tally
 from ..errors import UserError
-from ..fetch import hub_reachable, local_path
+from ..fetch import hub_reachable, load_tokenizer, local_path
 from ..heads.base import DraftHead
 from ..heads.kinds import KINDS
 from ..recipes.schema import Recipe
@@ -92,7 +92,7 @@ def load_skeleton(name: str) -> Skeleton:
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, **where)
+        tokenizer = load_tokenizer(path, **where)
     except UNREADABLE:
         tokenizer = None
     return Skeleton(model, tokenizer, name)
