@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from .console import AsJson, Debug, Dtype, Force, Out, Progress, Seed, command_line, note, show
+from .console import AsJson, Debug, Dtype, Force, Out, Progress, Seed, command_line, show
 from .data import audit, audit_page, audit_text, extract, regenerate, synthesize, upkeep
 from .data.conversations import Reading, read_conversations
 from .data.examples import prepare, sha256
@@ -223,8 +223,7 @@ def counted(rejects: Path | None, strict: bool) -> Iterator[Tally]:
     finally:
         if file:
             file.close()
-    if tally.is_loud:
-        note(f"warning: {tally.lost} of {tally.read} rows were dropped")
+    tally.warn()
 
 
 def is_rejects(path: Path) -> bool:
@@ -239,7 +238,7 @@ def is_rejects(path: Path) -> bool:
 
 @data_app.command("extract")
 def extract_states(
-    files: Annotated[list[str], typer.Argument(help="files of conversations")],
+    sources: Sources,
     target: TargetName,
     out: Out,
     taps: Annotated[str | None, typer.Option(help="layers, such as 2,15,27; default: those that --head reads")] = None,
@@ -251,6 +250,14 @@ def extract_states(
     batch_tokens: Annotated[int, typer.Option(min=1, help="tokens of one target pass, padding included")] = 8192,
     target_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu, cuda:0, ...; auto spreads the target")] = None,
+    only_last: Annotated[bool, typer.Option("--only-last", help="supervise the last answer of each row alone")] = False,
+    shape: Format = "auto",
+    columns: Columns = None,
+    split: Split = "train",
+    salvage: Salvage = False,
+    rejects: Rejects = None,
+    strict: Strict = False,
+    workers: Annotated[int, typer.Option(min=1, help="processes that tokenize")] = 1,
     force: Force = False,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -261,11 +268,15 @@ def extract_states(
     if head not in KINDS:
         raise UserError(f"--head {head!r} is no head kind: choose {', '.join(KINDS)}.")
     refuse_existing(out, force)
-    part, loaded, tally = Part(index=shard, of=num_shards), Target.load(target, target_dtype, device), Tally()
+    part, loaded = Part(index=shard, of=num_shards), Target.load(target, target_dtype, device)
     chosen = tap_list(taps) if taps is not None else KINDS[head].default_taps(loaded)
-    examples = prepare(files, loaded.tokenizer_or_refuse(), loaded.vocab_size, max_length, tally)
-    sources = [{"path": str(path), "sha256": sha256(path)} for file in files for path in local_files(file)] or files
-    about = {"files": sources, "max_length": max_length, "data": tally.as_json()}
+    reading = reading_of(shape, columns, salvage, split)
+    with counted(rejects, strict) as tally:
+        examples = prepare(
+            sources, loaded.tokenizer_or_refuse(), loaded.vocab_size, max_length, tally, reading, only_last, workers
+        )
+    files = [{"path": str(path), "sha256": sha256(path)} for source in sources for path in local_files(source)] or sources
+    about = {"files": files, "max_length": max_length, "data": tally.as_json()}
     tokens = int(lengths_of(examples)[part.rows(len(examples))].sum())
     with Progress("extracting tokens", tokens) as bar:
         report = extract.extract(

@@ -130,7 +130,7 @@ class Target:
 
     @property
     def fingerprint(self) -> str:
-        """A digest of the architecture, the tokenizer, how it splits a probe, and the chat template: what a head must agree with."""
+        """A digest of architecture, tokenizer (vocabulary and splitting) and chat template: what a head must agree with."""
         ignored = {"_name_or_path", "dtype", "torch_dtype", "transformers_version", "quantization_config", "architectures"}
         config = {k: v for k, v in self.config.to_dict().items() if k not in ignored}
         digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())

@@ -18,7 +18,6 @@ import numpy as np
 import pyarrow.compute
 from datasets.arrow_writer import ArrowWriter
 
-from ..console import note
 from ..errors import UserError
 from ..outputs import new_directory
 from .chat import NO_SUPERVISION, Encoded, Refused, check_ids, encode, supervises
@@ -83,7 +82,7 @@ def prepare(
 
     ``vocab_size`` is the model's, which may be larger than the tokenizer's; conversations with tokens beyond it are dropped.
     ``only_last`` supervises the last assistant turn alone. ``workers``: processes that tokenize. Raises UserError for what
-    the readers and the chat template refuse, and when nothing is left to learn from; a large loss is warned of.
+    the readers and the chat template refuse, and when nothing is left to learn from.
     """
     check_vocabulary(tokenizer, vocab_size)
     folder = read(sources, reading or Reading())
@@ -117,8 +116,6 @@ def prepare(
             f"no conversation is left to learn from ({tally.sentence()}): raise max_length (now {max_length}) or give "
             "conversations with longer answers."
         )
-    if tally.is_loud:
-        note(f"WARNING: {tally.lost / tally.read:.0%} of the rows are lost: {tally.sentence()}")
     return Examples(encoded, kept, key)
 
 

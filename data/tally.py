@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Self
 
+from ..console import note
 from ..errors import UserError
 
 LOUD = 0.05  # a larger share of dropped rows is worth a warning
@@ -80,10 +81,10 @@ class Tally:
         rows = {"read": self.read, "kept": self.kept, "changed": self.changed_rows, "dropped": self.lost}
         return {"rows": rows, "reasons": dict(self.dropped), "changes": dict(self.changed), "damaged": self.damaged}
 
-    @property
-    def is_loud(self) -> bool:
-        """Whether so many rows were dropped that the reader should be warned."""
-        return self.lost > LOUD * self.read
+    def warn(self) -> None:
+        """Say so where many rows were dropped."""
+        if self.lost > LOUD * self.read:
+            note(f"WARNING: {self.lost / self.read:.0%} of the rows are lost: {self.sentence()}")
 
     def sentence(self) -> str:
         """What happened, for one line on the terminal."""

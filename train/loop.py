@@ -250,6 +250,7 @@ def prepare(recipe: Recipe, accelerator: Accelerator, out: Path, resume: bool) -
         head = kind.create(target, options, recipe.head.taps, recipe.head.depths, vocabulary.target_ids)
     if accelerator.is_main_process:
         for part, tally in tallies.items():
+            tally.warn()
             note(f"{part}: {tally.sentence()}" if tally.read else f"{part}: {len(examples)} rows of {recipe.data.store}")
         share_inside = f"covers {vocabulary.coverage:.2%} of the supervised tokens"
         note(f"draft vocabulary {len(vocabulary.d2t)} of {target.vocab_size}: {share_inside}")

@@ -111,6 +111,7 @@ def test_rows_that_teach_nothing_are_counted_and_kept_aside(tmp_path: Path, toke
         rejected = [json.loads(line) for line in (tmp_path / "rejects.jsonl").read_text().splitlines()]
         assert [(each["row"], each["reason"]) for each in rejected] == [(2, "no assistant turn"), (4, "no supervised tokens")]
         assert rejected[1]["value"] == long["messages"] and rejected[0]["file"] == path
+        tally.warn()
         assert "WARNING: 50% of the rows are lost: 4 rows read, 2 kept" in " ".join(capfd.readouterr().err.split())
     with pytest.raises(UserError, match=re.escape(f"{path}, row 2: no assistant turn: mend or remove the row")):
         prepare(path, tokenizer, 128, 60, Tally(strict=True))
