@@ -7,10 +7,10 @@ SOURCES := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test parity lint types wheel clean
+.PHONY: help demo test parity regenerate-check lint types wheel clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' Makefile
 
 demo: .venv/ready ## train, measure and export an EAGLE-3 head on a small real model: runs/demo
 	$(BIN)/python scripts/demo.py
@@ -20,6 +20,9 @@ test: .venv/ready ## run the tests
 
 parity: .venv/ready .venv-vllm/ready ## compare our acceptance counts with the vLLM engine's: runs/parity/report.json
 	$(BIN)/python scripts/serving_parity.py
+
+regenerate-check: .venv/ready .venv-vllm/ready ## rewrite answers through a vLLM server and in process: the texts must agree
+	$(BIN)/python scripts/check_regenerate.py
 
 lint: .venv/ready ## ruff and the import contract
 	$(BIN)/ruff check .
