@@ -9,7 +9,7 @@ extraction's tokens per second over the bare target's of that round.
 
 import argparse
 import json
-import platform
+import os
 import statistics
 import sys
 import tempfile
@@ -30,7 +30,7 @@ from draftsmith.heads.kinds import KINDS
 from draftsmith.target import Target
 
 BARE = "bare target"
-SHARD_BYTES = 2**22  # several shards even of so few tokens, so that writing has to keep up
+SHARD_TOKENS = 1000  # several shards even of so few tokens: but for the last one, they are written while the target runs
 
 
 def main() -> None:
@@ -47,13 +47,14 @@ def main() -> None:
     taps = KINDS["eagle3"].default_taps(target)
     examples = rows(arguments.tokens, target.vocab_size)
     lengths = lengths_of(examples)
-    manifest = Manifest(identity=Identity.of(target, examples, taps, "bfloat16"), shard_bytes=SHARD_BYTES)
-    ready = [
-        collate(examples, batch, PAD, None).ids
-        for shard in plan(lengths, manifest)
-        for batch in batches(shard, lengths, arguments.batch_tokens)
+    manifests = {name: manifest(Identity.of(target, examples, taps, name)) for name in ("bfloat16", "int8")}
+    cuts = [
+        [batch for shard in plan(lengths, own) for batch in batches(shard, lengths, arguments.batch_tokens)]
+        for own in manifests.values()
     ]
-    seconds: dict[str, list[float]] = {BARE: [], "bfloat16": [], "int8": []}
+    assert cuts[0] == cuts[1], "both dtypes must run the same batches: choose other --tokens"
+    ready = [collate(examples, batch, PAD, None).ids for batch in cuts[0]]
+    seconds: dict[str, list[float]] = {name: [] for name in (BARE, *manifests)}
     sizes: dict[str, float] = {}
     target.features(ready[0], taps)  # warm up
     names = list(seconds)
@@ -67,7 +68,7 @@ def main() -> None:
                 else:
                     report = extract(
                         target, examples, taps, Path(place) / "store", name, batch_tokens=arguments.batch_tokens,
-                        shard_bytes=SHARD_BYTES, force=True,
+                        shard_bytes=manifests[name].shard_bytes or 0, force=True,
                     )  # fmt: skip
                     sizes[name] = report["bytes"] / report["tokens"]
                 seconds[name].append(time.perf_counter() - began)
@@ -77,7 +78,7 @@ def main() -> None:
     result = {
         "command": "python " + " ".join(sys.argv),
         "target": arguments.target,
-        "machine": {"threads": arguments.threads, "processor": platform.processor() or platform.machine()},
+        "machine": {"threads": arguments.threads, "cores": os.cpu_count(), "load_after": os.getloadavg()[0]},
         "rows": len(examples),
         "tokens": tokens,
         "batches": len(ready),
@@ -91,6 +92,10 @@ def main() -> None:
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
+
+
+def manifest(identity: Identity) -> Manifest:
+    return Manifest(identity=identity, shard_bytes=int(SHARD_TOKENS * identity.bytes_per_token))
 
 
 def rows(tokens: int, vocab_size: int) -> list[Encoded]:
