@@ -18,7 +18,7 @@ from .chat import Encoded
 from .examples import Examples
 from .manifest import Identity
 from .packed import unpack
-from .store import DamagedRow, KeptRow, Store, StoreWriter
+from .store import DamagedRow, KeptRow, Store, StoreWriter, file_bytes
 
 PAD = 0  # any id will do: padding stands on the right, where causal attention never looks, and the mask is False there
 LOOK_AGAIN = 30  # seconds between two looks at what other processes have written
@@ -115,12 +115,12 @@ class Disk:
             return None
 
     def put(self, row: int, example: Encoded, features: Features) -> Features:
-        kept = KeptRow.of(row, example, features, self.writer.identity)
-        if row not in self.store and kept.nbytes <= self.left:
-            self.left -= kept.nbytes
-            self.waiting.add(row)
-            self.writer.add(row, example, features)
-        return unpack(kept.tensors, self.dtype)
+        size = file_bytes(len(example.ids), 1, self.writer.identity)
+        if row in self.store or size > self.left:
+            return unpack(KeptRow.of(row, example, features, self.writer.identity).tensors, self.dtype)
+        self.left -= size
+        self.waiting.add(row)
+        return unpack(self.writer.add(row, example, features).tensors, self.dtype)
 
     def flush(self) -> None:
         self.writer.flush()
@@ -200,7 +200,7 @@ class StoredFeatures:
 
     def _read(self, row: int) -> tuple[Encoded, Features | None]:
         try:
-            return self.store.read(row, self.taps, self.target.dtype)
+            return self.store.read(row, self.taps, self.target.dtype, self.target.device)
         except DamagedRow as error:
             if self.strict:
                 raise

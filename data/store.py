@@ -367,13 +367,17 @@ class StoreWriter:
         ends = [path.stem.removeprefix(f"{name}-") for path in self.directory.glob(f"{name}-*{SUFFIX}")]
         self.next = max((int(end) for end in ends if end.isdigit()), default=-1) + 1
 
-    def add(self, row: int, example: Encoded, features: Features) -> None:
-        """Keep a row's states, taps [time, n_taps * hidden] and last [time, hidden]. Raises UserError if they do not fit."""
+    def add(self, row: int, example: Encoded, features: Features) -> KeptRow:
+        """Keep a row's states, taps [time, n_taps * hidden] and last [time, hidden]; returns it as it will be read.
+
+        Raises UserError if they do not fit.
+        """
         kept = KeptRow.of(row, example, features, self.identity)
         self.waiting.append(kept)
         self.waiting_bytes += kept.nbytes
         if self.waiting_bytes >= self.shard_bytes:
             self.flush()
+        return kept
 
     def flush(self) -> None:
         """Write the rows that wait as one shard."""

@@ -155,3 +155,41 @@ def test_case_08_chats_and_ready_texts_side_by_side(tmp_path: Path, tokenizer: A
     assert (len(examples), tally.lost) == (20, 0) and min(examples.lengths) > 2
     for i, example in enumerate(examples):
         assert f"question {3 * (i // 2) if i % 2 == 0 else i // 2}" in tokenizer.decode(example.ids)
+
+
+CALLING = (
+    "{% if tools %}{{ '<|im_start|>system\n' }}{{ tools | tojson }}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
+    "{% for call in m.tool_calls or [] %}{{ 'call ' + call.function.name + ' ' }}{{ call.function.arguments | tojson }}"
+    "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_case_07_tool_calls_in_any_notation(tmp_path: Path, tiny_tokenizer_factory: Callable[..., Any], workers: int) -> None:
+    """Arguments as an object or as JSON text give the same ids, key order has no say, and no row gets another row's keys."""
+
+    def talk(arguments: Any, tool: dict[str, Any]) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+        turns = [
+            {"role": "user", "content": "is it wet?"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "it rains"},
+            {"role": "assistant", "content": "yes."},
+        ]
+        return {"messages": turns, "tools": [tool]}
+
+    there = {"name": "look", "description": "look at the sky", "parameters": {"type": "object", "properties": {}}}
+    back = {key: there[key] for key in reversed(there)}
+    rows = [
+        talk({"b": 1, "a": "x"}, there),
+        talk('{"a": "x", "b": 1}', back),
+        talk({"other": 2}, there),
+    ]
+    tokenizer = tiny_tokenizer_factory(CALLING)
+    examples = prepare(write(tmp_path / "a.jsonl", rows), tokenizer, 128, None, Tally(), workers=workers)
+    first, second, third = examples
+    assert first.ids.tolist() == second.ids.tolist() and first.mask.tolist() == second.mask.tolist()
+    assert tokenizer.decode(first.ids[first.mask]) == 'call look {"a": "x", "b": 1}<|im_end|>yes.<|im_end|>'
+    assert tokenizer.decode(third.ids[third.mask]) == 'call look {"other": 2}<|im_end|>yes.<|im_end|>'
+    assert "null" not in tokenizer.decode(third.ids)

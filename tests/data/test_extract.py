@@ -49,7 +49,7 @@ SMALL = {"batch_tokens": 120, "shard_bytes": 60_000}
 def said(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     """What is noted on stderr."""
     written = io.StringIO()
-    monkeypatch.setattr(stderr, "file", written)
+    monkeypatch.setattr(stderr, "_file", written)
     return written
 
 

@@ -414,7 +414,7 @@ def test_a_growing_store_leaves_out_what_is_damaged(
     tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = io.StringIO()
-    monkeypatch.setattr(stderr, "file", said)
+    monkeypatch.setattr(stderr, "_file", said)
     place = tmp_path / "grown"
     writer = StoreWriter(place, Identity.of(tiny_target, EXAMPLES, TAPS, "bfloat16"), shard_bytes=1)
     for row in range(3):
