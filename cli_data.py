@@ -17,7 +17,7 @@ from .data.examples import prepare, sha256
 from .data.facts import TargetFacts
 from .data.features import lengths_of
 from .data.manifest import Part
-from .data.packed import DTYPES
+from .data.precision import DTYPES
 from .data.records import local_files
 from .data.rewriting import Settings
 from .data.shown import FirstDrops

@@ -21,7 +21,7 @@ from .examples import prepare
 from .extract import batches
 from .facts import TargetFacts
 from .features import PAD, check_lengths, lengths_of
-from .packed import DTYPES, bytes_per_token
+from .precision import DTYPES, bytes_per_token
 from .shown import FirstDrops, Shown, pick
 from .template import template_of
 from .vocab import choose, count_tokens, holding, special_ids

@@ -17,7 +17,7 @@ from .batches import Batch, collate
 from .chat import Encoded
 from .examples import Examples
 from .manifest import Identity
-from .packed import unpack
+from .precision import widen
 from .store import DamagedRow, KeptRow, Store, StoreWriter, file_bytes
 
 PAD = 0  # any id will do: padding stands on the right, where causal attention never looks, and the mask is False there
@@ -117,10 +117,10 @@ class Disk:
     def put(self, row: int, example: Encoded, features: Features) -> Features:
         size = file_bytes(len(example.ids), 1, self.writer.identity)
         if row in self.store or size > self.left:
-            return unpack(KeptRow.of(row, example, features, self.writer.identity).tensors, self.dtype)
+            return widen(KeptRow.of(row, example, features, self.writer.identity).tensors, self.dtype)
         self.left -= size
         self.waiting.add(row)
-        return unpack(self.writer.add(row, example, features).tensors, self.dtype)
+        return widen(self.writer.add(row, example, features).tensors, self.dtype)
 
     def flush(self) -> None:
         self.writer.flush()

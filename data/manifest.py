@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from ..errors import UserError
 from ..target import Target
 from .chat import Encoded
-from .packed import DTYPES, bytes_per_token, group_size
+from .precision import DTYPES, bytes_per_token, group_size
 
 FORMAT = 1
 FILE = "manifest.json"

@@ -28,7 +28,7 @@ from ..errors import UserError
 from ..target import Features, Target
 from .chat import Encoded
 from .manifest import FILE, FORMAT, Identity, Manifest, ShardEntry, StoredTarget, differences, sync, target_differences
-from .packed import pack, unpack
+from .precision import narrow, widen
 
 SHARD_BYTES = 2**28
 SUFFIX = ".safetensors"
@@ -54,7 +54,7 @@ class KeptRow:
     @classmethod
     def of(cls, row: int, example: Encoded, features: Features, identity: Identity) -> "KeptRow":
         """Raises UserError for states that are not finite or do not fit the store's dtype."""
-        states = pack(features, identity.dtype, identity.group, f"row {row}")
+        states = narrow(features, identity.dtype, identity.group, f"row {row}")
         tokens = {"ids": torch.tensor(example.ids, dtype=torch.int32), "mask": torch.tensor(example.mask, dtype=torch.bool)}
         return cls(row, tokens | {name: tensor.cpu() for name, tensor in states.items()})
 
@@ -226,7 +226,7 @@ class Store:
                 by_tap = tensors[name].unflatten(-1, (len(self.identity.taps), -1))
                 tensors[name] = by_tap[:, columns].flatten(-2)
         encoded = _encoded(tensors)
-        return encoded, unpack({name: tensors[name].to(device) for name in tensors if name not in TOKENS}, dtype)
+        return encoded, widen({name: tensors[name].to(device) for name in tensors if name not in TOKENS}, dtype)
 
     @property
     def examples(self) -> "StoredExamples":

@@ -20,7 +20,7 @@ import torch
 from draftsmith.console import Progress, note
 from draftsmith.data.chat import Encoded
 from draftsmith.data.extract import extract
-from draftsmith.data.packed import DTYPES, bytes_per_token
+from draftsmith.data.precision import DTYPES, bytes_per_token
 from draftsmith.data.tally import Tally
 from draftsmith.eval.harness import measure
 from draftsmith.eval.prompts import read_prompts

@@ -19,7 +19,7 @@ from draftsmith.data.batches import collate
 from draftsmith.data.chat import Encoded
 from draftsmith.data.extract import extract
 from draftsmith.data.manifest import Identity, Manifest, ShardEntry, weights_digest
-from draftsmith.data.packed import DTYPES
+from draftsmith.data.precision import DTYPES
 from draftsmith.data.store import DamagedRow, Store, StoreWriter, checksum, raw
 from draftsmith.data.upkeep import verify
 from draftsmith.errors import UserError

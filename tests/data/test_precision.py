@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.data.packed import BLOCK, DTYPES, bytes_per_token, dequantize, group_size, hadamard, pack, quantize, unpack
+from draftsmith.data.precision import BLOCK, DTYPES, bytes_per_token, dequantize, group_size, hadamard, narrow, quantize, widen
 from draftsmith.errors import UserError
 from draftsmith.target import Features
 
@@ -30,8 +30,8 @@ def back(states: torch.Tensor, group: int) -> torch.Tensor:
 @pytest.mark.parametrize("massive", [1.0, 1e4])
 def test_round_trip_within_the_dtypes_error(dtype: str, massive: float) -> None:
     features = Features(states(70, 2 * HIDDEN, massive=massive), states(70, HIDDEN))
-    packed = pack(features, dtype, GROUP, "row 0")
-    found = unpack(packed, torch.float32)
+    packed = narrow(features, dtype, GROUP, "row 0")
+    found = widen(packed, torch.float32)
     for ours, true in ((found.taps, features.taps), (found.last, features.last)):
         assert ours.dtype == torch.float32 and ours.shape == true.shape
         if dtype == "int8":
@@ -95,7 +95,7 @@ def test_rows_of_nothing_stay_nothing(zeros: float) -> None:
 @pytest.mark.parametrize("shape", [(0, HIDDEN), (5, 0)])
 def test_no_tokens_and_no_taps(dtype: str, shape: tuple[int, int]) -> None:
     time = shape[0]
-    back = unpack(pack(Features(states(*shape), states(time, HIDDEN)), dtype, GROUP, "row 0"), torch.bfloat16)
+    back = widen(narrow(Features(states(*shape), states(time, HIDDEN)), dtype, GROUP, "row 0"), torch.bfloat16)
     assert back.taps.shape == shape and back.last.shape == (time, HIDDEN) and back.taps.dtype == torch.bfloat16
 
 
@@ -103,13 +103,13 @@ def test_no_tokens_and_no_taps(dtype: str, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_packed_is_a_copy(source: torch.dtype, dtype: str) -> None:
     features = Features(states(3, HIDDEN).to(source), states(3, HIDDEN).to(source))
-    packed = pack(features, dtype, GROUP, "row 0")
-    before = unpack(packed, torch.float32)
+    packed = narrow(features, dtype, GROUP, "row 0")
+    before = widen(packed, torch.float32)
     features.taps.zero_()
     features.last.zero_()
-    assert torch.equal(unpack(packed, torch.float32).taps, before.taps) and before.taps.any()
-    unpack(packed, DTYPES[dtype] if dtype != "int8" else torch.float32).taps.zero_()
-    assert torch.equal(unpack(packed, torch.float32).taps, before.taps)
+    assert torch.equal(widen(packed, torch.float32).taps, before.taps) and before.taps.any()
+    widen(packed, DTYPES[dtype] if dtype != "int8" else torch.float32).taps.zero_()
+    assert torch.equal(widen(packed, torch.float32).taps, before.taps)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -119,18 +119,18 @@ def test_states_that_are_not_finite_are_refused(dtype: str, bad: float, where: s
     features = Features(states(3, HIDDEN), states(3, HIDDEN))
     getattr(features, where)[2, 5] = bad
     with pytest.raises(UserError, match="^row 7 holds NaN or infinity: load the target in bfloat16 or float32, or leave"):
-        pack(features, dtype, GROUP, "row 7")
+        narrow(features, dtype, GROUP, "row 7")
 
 
 @pytest.mark.parametrize("value", [70_000.0, -70_000.0])
 def test_float16_overflow_is_refused_and_the_other_dtypes_hold_it(value: float) -> None:
     features = Features(states(3, HIDDEN, massive=value), states(3, HIDDEN))
     with pytest.raises(UserError, match="^row 7 reaches 70000, and float16 ends at 65504: use bfloat16.$"):
-        pack(features, "float16", GROUP, "row 7")
+        narrow(features, "float16", GROUP, "row 7")
     with pytest.raises(UserError, match="^row 7 reaches 1e.37, and int8 ends at 5.31691e.36: use bfloat16.$"):
-        pack(Features(states(3, HIDDEN, massive=1e37), states(3, HIDDEN)), "int8", GROUP, "row 7")
+        narrow(Features(states(3, HIDDEN, massive=1e37), states(3, HIDDEN)), "int8", GROUP, "row 7")
     for dtype in ("float32", "bfloat16", "int8"):
-        back = unpack(pack(features, dtype, GROUP, "row 7"), torch.float32)
+        back = widen(narrow(features, dtype, GROUP, "row 7"), torch.float32)
         assert back.taps[0, 3].item() == pytest.approx(value, rel=0.01)
 
 

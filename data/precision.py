@@ -33,28 +33,28 @@ def bytes_per_token(hidden: int, n_taps: int, dtype: str) -> float:
     return numbers * DTYPES[dtype].itemsize + scales
 
 
-def pack(features: Features, dtype: str, group: int, what: str) -> dict[str, Tensor]:
+def narrow(features: Features, dtype: str, group: int, what: str) -> dict[str, Tensor]:
     """States [time, ...] as the tensors a store keeps: ``taps`` and ``last``, under int8 with ``taps_scales``, ``last_scales``,
     in memory of their own.
 
     Raises UserError for NaN, infinity and what the dtype cannot hold; ``what`` names the states in it.
     """
-    packed: dict[str, Tensor] = {}
+    stored: dict[str, Tensor] = {}
     for name, states in (("taps", features.taps), ("last", features.last)):
         _refuse_unfit(states, dtype, what)
         if dtype == "int8":
-            packed[name], packed[f"{name}_scales"] = quantize(states, group)
+            stored[name], stored[f"{name}_scales"] = quantize(states, group)
         else:
-            packed[name] = states.to(DTYPES[dtype], copy=True)
-    return packed
+            stored[name] = states.to(DTYPES[dtype], copy=True)
+    return stored
 
 
-def unpack(packed: dict[str, Tensor], dtype: torch.dtype) -> Features:
-    """The states of ``pack`` again, in ``dtype`` and in memory of their own."""
+def widen(stored: dict[str, Tensor], dtype: torch.dtype) -> Features:
+    """The states of ``narrow`` again, in ``dtype`` and in memory of their own."""
     states = []
     for name in ("taps", "last"):
-        scales = packed.get(f"{name}_scales")
-        kept = packed[name]
+        scales = stored.get(f"{name}_scales")
+        kept = stored[name]
         states.append(kept.to(dtype, copy=True) if scales is None else dequantize(kept, scales, dtype))
     return Features(*states)
 
