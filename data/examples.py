@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, overload
 
 import datasets
+import datasets.config
 import numpy as np
 import pyarrow.compute
 from datasets.arrow_writer import ArrowWriter
@@ -50,7 +51,7 @@ class Examples(Sequence[Encoded]):
         self.table = table
         self.ids, self.mask = table.data.column("ids"), table.data.column("mask")
         self.kept = kept
-        self.lengths = pyarrow.compute.list_value_length(self.ids).to_numpy()[kept].astype(np.int32)
+        self.lengths = table_lengths(table)[kept]
         self.fingerprint = fingerprint
 
     def __len__(self) -> int:
@@ -66,6 +67,12 @@ class Examples(Sequence[Encoded]):
         place = int(self.kept[row])
         ids, mask = self.ids[place].values, self.mask[place].values
         return Encoded(ids.to_numpy(), mask.to_numpy(zero_copy_only=False))
+
+
+def table_lengths(table: datasets.Dataset) -> np.ndarray:
+    """The tokens of every row of a table of examples, dropped ones included: int32 [rows]."""
+    lengths = pyarrow.compute.list_value_length(table.data.column("ids"))  # type: ignore[attr-defined]
+    return lengths.to_numpy().astype(np.int32)
 
 
 def prepare(

@@ -8,11 +8,10 @@ from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow.compute
 
 from ..errors import UserError
 from .chat import Encoded
-from .examples import ENCODED
+from .examples import ENCODED, table_lengths
 from .tally import Tally
 
 FIRST = 3  # dropped rows told per reason
@@ -72,7 +71,7 @@ def asked(table: datasets.Dataset, rows: Sequence[str], tally: FirstDrops) -> di
 def spread(table: datasets.Dataset, seed: int) -> dict[int, str]:
     """Places worth a look, and why."""
     reasons, notes = table["reason"][:], table["notes"][:]
-    lengths = pyarrow.compute.list_value_length(table.data.column("ids")).to_numpy()
+    lengths = table_lengths(table)
     kept = [place for place, reason in enumerate(reasons) if not reason]
     found: dict[int, str] = {}
     if kept:

@@ -114,7 +114,7 @@ class Recipe(Section):
     output: str = Field(description="the run directory; must not exist unless the run is resumed or forced")
     _folder: Path = PrivateAttr(default=Path())
 
-    def sources(self, part: Literal["train", "held_out"]) -> list[str]:
+    def sources(self, part: str) -> list[str]:
         """The data sources of a part: each as it stands, or relative to the recipe's own folder where only that exists."""
         named = getattr(self.data, part)
         return [self._source(name) for name in ([named] if isinstance(named, str) else named)]

@@ -11,7 +11,6 @@ import json
 import tempfile
 import time
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -23,7 +22,7 @@ from draftsmith.target import Features, Target
 from draftsmith.train.loop import prepare, read_examples, start
 
 TAPS = [2, 3, 15, 27, 29]
-PARTS: tuple[Literal["train", "held_out"], ...] = ("train", "held_out")
+PARTS = ("train", "held_out")
 CHOICES = {
     "the recipe": [],
     "everything from random": ["head.options.init_layer=random", "head.options.init_lm_head=random"],

@@ -30,7 +30,7 @@ from draftsmith.recipes.schema import load_recipe, shipped
 from draftsmith.target import Target
 from draftsmith.train.loop import read_examples, train
 
-FEW = 20  # conversations for the bytes alone
+FEW = 20  # conversations for the bytes alone, and held out in training
 PROMPTS, NEW_TOKENS = 32, 48
 
 
@@ -44,36 +44,38 @@ def store_of(target: Target, examples: list[Encoded], taps: list[int], out: Path
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--conversations", type=int, default=600)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--conversations", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--train", nargs="*", default=["float32", "int8"], help="dtypes to train from")
     parser.add_argument("--out", type=Path, default=Path("docs/results/store.json"))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
-        whole = (shipped()["demo"].parent / "demo/train.jsonl").read_text().splitlines(keepends=True)
-        (place / "train.jsonl").write_text("".join(whole[: options.conversations]))
-        base = [f"data.train={place}/train.jsonl", "target.dtype=float32", "eval.prompts=0", f"train.max_steps={options.steps}"]
+        for part, rows in (("train", options.conversations), ("heldout", FEW)):
+            whole = (shipped()["demo"].parent / f"demo/{part}.jsonl").read_text().splitlines(keepends=True)
+            (place / f"{part}.jsonl").write_text("".join(whole[:rows]))
+        prompts = read_prompts(load_recipe("demo").sources("held_out"))[:PROMPTS]
+        base = [f"data.train={place}/train.jsonl", f"data.held_out={place}/heldout.jsonl", f"train.max_steps={options.steps}"]
+        base += ["target.dtype=float32", "eval.prompts=0"]
         recipe = load_recipe("demo", base)
         target = Target.load(recipe.target.name, "float32")
         examples, taps = read_examples(recipe, "train", target, Tally()), list(recipe.head.taps or [])
-        prompts = read_prompts(recipe.sources("held_out"))[:PROMPTS]
         peers = (len(taps) + 1) * target.hidden_size * torch.bfloat16.itemsize
-        rows: dict[str, dict[str, Any]] = {}
+        found: dict[str, dict[str, Any]] = {}
         for dtype in DTYPES:
             used = examples[: None if dtype in options.train else FEW]
-            rows[dtype] = store_of(target, used, taps, place / dtype, dtype)
-            rows[dtype]["of_the_peers"] = rows[dtype]["bytes_per_token"] / peers
+            found[dtype] = store_of(target, used, taps, place / dtype, dtype)
+            found[dtype]["of_the_peers"] = found[dtype]["bytes_per_token"] / peers
             if dtype not in options.train:
                 continue
             began = time.perf_counter()
             named = ["data.features=store", f"data.store={place}/{dtype}", f"output={place}/run-{dtype}"]
             trained = train(load_recipe("demo", base + named))
-            rows[dtype] |= {"train_seconds": time.perf_counter() - began, "tau_sim": trained["tau_sim"]}
+            found[dtype] |= {"train_seconds": time.perf_counter() - began, "tau_sim": trained["tau_sim"]}
             head = load_head(place / f"run-{dtype}" / "head")
             result = measure(target, head, prompts, parse(recipe.eval.tree), NEW_TOKENS, baseline=0, show=True)
-            rows[dtype] |= {key: result[key] for key in ("tau", "tau_interval", "accepted_per_position")}
-            note(f"{dtype}: {rows[dtype]}")
+            found[dtype] |= {key: result[key] for key in ("tau", "tau_interval", "accepted_per_position")}
+            note(f"{dtype}: {found[dtype]}")
     document = {
         "command": "python scripts/bench_store.py",
         "target": recipe.target.name,
@@ -83,7 +85,7 @@ def main() -> None:
         "new_tokens": NEW_TOKENS,
         "threads": torch.get_num_threads(),
         "peers_bytes_per_token": peers,
-        "dtypes": rows,
+        "dtypes": found,
     }
     options.out.write_text(json.dumps(document, indent=1) + "\n")
     print(json.dumps(document, indent=1))

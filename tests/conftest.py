@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
+import datasets.config
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -281,7 +281,7 @@ def prepare(recipe: Recipe, accelerator: Accelerator, out: Path, resume: bool) -
     return run
 
 
-def read_examples(recipe: Recipe, part: Literal["train", "held_out"], target: Target, tally: Tally) -> Examples:
+def read_examples(recipe: Recipe, part: str, target: Target, tally: Tally) -> Examples:
     """The encoded conversations of one part of the recipe's data."""
     data = recipe.data
     reading = Reading(data.format, data.columns, data.salvage, data.split)

@@ -144,7 +144,7 @@ def test_the_mask_covers_exactly_what_the_target_writes(name: str) -> None:
         fed = prompt_ids(messages[:-1], tokenizer, conversation.tools)
         assert example.ids[: len(fed)].tolist() == fed  # a server's
         assert runs(example, tokenizer) == expected(family, conversation, example)
-        seen["supervised"] += example.mask.any()
+        seen["supervised"] += int(example.mask.any())
         last = encode(conversation, tokenizer, None, only_last=True)
         assert last.ids.tolist() == example.ids.tolist()
         assert not last.mask[: len(fed)].any()

@@ -42,7 +42,7 @@ def rows(*lengths: int) -> list[Encoded]:
 
 
 EXAMPLES = rows(*np.random.default_rng(1).integers(3, 60, 40).tolist())
-SMALL = {"batch_tokens": 120, "shard_bytes": 60_000}
+SMALL: dict[str, Any] = {"batch_tokens": 120, "shard_bytes": 60_000}
 
 
 @pytest.fixture
