@@ -114,7 +114,9 @@ def prepare(
         row, conversation = encoded[int(place)], json.loads(raw[int(place)]["conversation"])
         tally.drop(row["file"], row["row"], row["reason"], row["detail"], conversation["messages"])
     for notes, changed, reason in zip(encoded["notes"][:], raw["changed"][:], reasons, strict=True):
-        if notes and not reason:
+        if reason:
+            tally.changed_rows -= changed
+        elif notes:
             tally.changed.update(notes)
             tally.changed_rows += not changed
     kept = np.flatnonzero(reasons == "")
@@ -152,9 +154,9 @@ def encode_rows(
 def read(sources: str | Sequence[str], reading: Reading) -> Path:
     """The cache folder that holds the sources' conversations, tally and rejects; reads the sources where there is none."""
     given = [sources] if isinstance(sources, str) else list(sources)
-    files = [file for source in given for file in local_files(source)]
+    files = [local_files(source) for source in given]
     # what is not a file here may be another thing next time
-    identity = [[str(file), sha256(file)] for file in files] if files else uuid.uuid4().hex
+    identity = [[str(file), sha256(file)] for found in files for file in found] if all(files) else uuid.uuid4().hex
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "draftsmith" / f"read-{digest(identity, asdict(reading))}"
     if (folder / "tally.json").exists():
         return folder

@@ -117,6 +117,15 @@ def test_rows_that_teach_nothing_are_counted_and_kept_aside(tmp_path: Path, toke
         prepare(path, tokenizer, 128, 60, Tally(strict=True))
 
 
+def test_a_changed_row_that_is_dropped_counts_as_dropped_alone(tmp_path: Path, tokenizer: Any) -> None:
+    greeted = {"messages": [{"role": "assistant", "content": "welcome"}, *row(0)["messages"]]}
+    asked = {"messages": [{"role": "assistant", "content": "welcome"}, *unanswered(1)["messages"]]}
+    asked["messages"] += [{"role": "assistant", "content": "no", "weight": 0}]
+    tally = Tally()
+    assert len(prepare(write(tmp_path / "a.jsonl", [row(0), greeted, asked]), tokenizer, 128, 60, tally)) == 2
+    assert tally.as_json()["rows"] == {"read": 3, "kept": 2, "changed": 1, "dropped": 1}
+
+
 def test_a_row_that_the_template_refuses_is_dropped_with_its_reason(
     tmp_path: Path, tiny_tokenizer_factory: Callable[..., Any]
 ) -> None:
