@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated
+from typing import IO, Annotated
 
 import typer
 
@@ -25,7 +25,7 @@ from .data.store import SUFFIX
 from .data.tally import Tally
 from .errors import UserError
 from .heads.kinds import KINDS
-from .outputs import new_directory, refuse_existing
+from .outputs import new_directory, refuse_existing, refuse_parent
 from .sampling import Sampling
 from .target import Target
 
@@ -83,8 +83,8 @@ def inspect_data(
     debug: Debug = False,
 ) -> None:
     """Say what data holds for a target: counts, lengths, masks, template checks, vocabulary, and the cost of its states."""
-    for output in filter(None, (html, rejects)):
-        refuse_existing(output, force)
+    if html:
+        refuse_existing(html, force)
     if head not in KINDS:
         raise UserError(f"--head {head!r} is no head kind: choose {', '.join(KINDS)}.")
     facts = TargetFacts.read(target)
@@ -100,7 +100,7 @@ def inspect_data(
         only_last,
         workers,
     )
-    with open(rejects, "w", encoding="utf-8") if rejects else contextlib.nullcontext() as opened:
+    with rejects_file(rejects) as opened:
         found, examples = audit.audit(sources, facts, question, FirstDrops(rejects=opened, strict=strict))
     if timed:
         loaded = Target.load(target, dtype, device)
@@ -190,6 +190,8 @@ def regenerate_answers(
         raise UserError("name one writer: --target for a model in this process, or --endpoint for a server that runs it.")
     settings = Settings(temperatures(temperature), top_p, top_k, max_new_tokens, seed)
     regenerate.check_output(out, force)
+    if out.resolve() in {file.resolve() for source in sources for file in local_files(source)}:
+        raise UserError(f"--out {out} is what is read: name another file.")
     with counted(rejects, strict) as tally:
         read = read_conversations(sources, tally, reading_of(shape, columns, salvage, split))
         job = regenerate.Job(list(islice(read, limit)), settings, out, tally, in_order, token_budget, force)
@@ -210,20 +212,24 @@ def temperatures(text: str) -> tuple[float, ...]:
 
 @contextlib.contextmanager
 def counted(rejects: Path | None, strict: bool) -> Iterator[Tally]:
-    """A tally of rows that writes the dropped ones to ``rejects``, in place of what an earlier run wrote there.
-
-    Raises UserError where another file stands there. Warns at the end where many rows were dropped.
-    """
-    if rejects and rejects.exists() and not is_rejects(rejects):
-        raise UserError(f"--rejects {rejects} exists and holds something else than dropped rows: name another file.")
-    file = rejects.open("w", encoding="utf-8") if rejects else None
-    tally = Tally(rejects=file, strict=strict)
-    try:
+    """A tally of rows that writes the dropped ones to ``rejects``; warns at the end of damage and of many dropped rows."""
+    with rejects_file(rejects) as file:
+        tally = Tally(rejects=file, strict=strict)
         yield tally
-    finally:
-        if file:
-            file.close()
     tally.warn()
+
+
+@contextlib.contextmanager
+def rejects_file(rejects: Path | None) -> Iterator[IO[str] | None]:
+    """The file for dropped rows, in place of what an earlier run wrote there. Raises UserError where another file stands."""
+    if rejects is None:
+        yield None
+        return
+    refuse_parent(rejects)
+    if rejects.exists() and not is_rejects(rejects):
+        raise UserError(f"--rejects {rejects} exists and holds something else than dropped rows: name another file.")
+    with rejects.open("w", encoding="utf-8") as file:
+        yield file
 
 
 def is_rejects(path: Path) -> bool:
@@ -264,7 +270,7 @@ def extract_states(
 ) -> None:
     """Keep the target's hidden states of all conversations on disk; a run that was interrupted goes on."""
     if shard >= num_shards:
-        raise UserError(f"--shard {shard} is none of {num_shards}: give 0 to {num_shards - 1}.")
+        raise UserError(f"--shard {shard} is none of {num_shards}: give 0 to {num_shards - 1}, or raise --num-shards.")
     if head not in KINDS:
         raise UserError(f"--head {head!r} is no head kind: choose {', '.join(KINDS)}.")
     refuse_existing(out, force)

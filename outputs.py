@@ -11,10 +11,18 @@ from .errors import UserError
 
 def refuse_existing(out: Path, force: bool) -> None:
     """Raise UserError where ``out`` exists, unless ``force`` allows replacing it. What holds the working directory is safe."""
+    refuse_parent(out)
     if out.exists() and not force:
         raise UserError(f"{out} exists: choose another output, or pass --force to replace it.")
     if Path.cwd().is_relative_to(out.resolve()):
         raise UserError(f"{out} holds the working directory and cannot be replaced: choose another output.")
+
+
+def refuse_parent(out: Path) -> None:
+    """Raise UserError where ``out`` cannot be made because a file stands where a directory should."""
+    blocking = next((parent for parent in out.parents if parent.exists()), out)
+    if blocking != out and not blocking.is_dir():
+        raise UserError(f"{out} cannot be made, because {blocking} is a file: choose another output.")
 
 
 @contextmanager

@@ -20,6 +20,8 @@ from .fetch import hub_reachable, load_tokenizer, local_path
 
 # text on which tokenizers of one vocabulary part ways when they split differently
 PROBE = "In 2024,\n\n1. it's  12345 a-b\tC++ _x_ naïve Straße 你好 🙂\r\n   def f(x):\n\n\n        return x[0]+1.5e-3\n"
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+MAPS = ("auto", "balanced", "balanced_low_0", "sequential")  # the library's words for spreading over devices
 UNREADABLE = (OSError, ValueError, KeyError, IndexError, ImportError, struct.error, SafetensorError)
 
 
@@ -79,6 +81,13 @@ class Target:
         ``dtype``: "auto", "float32", "bfloat16" or "float16". ``device``: a device ("cpu", "cuda:0") or a transformers
         device map ("auto", or a dict of modules). Raises UserError when nothing can be loaded from ``name``.
         """
+        if dtype not in DTYPES:
+            raise UserError(f"dtype {dtype!r} is none that a target has: choose {', '.join(DTYPES)}.")
+        if isinstance(device, str) and device not in MAPS:
+            try:
+                torch.device(device)
+            except RuntimeError as error:
+                raise UserError(f"device {device!r} is none: give cpu, cuda:0 or another device, or auto.") from error
         path = local_path(name)
         where: dict[str, Any] = {"local_files_only": not Path(path).exists() and not hub_reachable()}  # or it tries for long
         if path.endswith(".gguf"):

@@ -70,7 +70,8 @@ def added_prompt(tokenizer: Any) -> str:
     header = tokens(whole.rpartition(ANSWER)[2].partition("draftsmith-second")[0], tokenizer)
     while opening and header and opening[-1] == header.pop():
         opening.pop()
-    return tokenizer.decode(opening, skip_special_tokens=True).strip()
+    written = tokenizer.decode(opening, skip_special_tokens=True).strip()
+    return written.removeprefix("system").lstrip()
 
 
 def check_bos(facts: TargetFacts) -> Iterator[Check]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from .records import TURN_KEYS, read_records
+from .records import STDIN, TURN_KEYS, read_records
 from .shapes import ANSWERS, EXTRAS, PROMPTS, SHAPES, SYSTEMS, Row, is_turns, system_of
 from .tally import Tally, listed
 from .turns import REASONING, Unreadable, read_finish, read_tools, read_turn
@@ -86,7 +86,7 @@ def read_conversations(
     Raises UserError for a damaged file unless ``reading.salvage``, for a dropped row if ``tally.strict``, and when not one
     conversation comes out.
     """
-    reading, kept = reading or Reading(), 0
+    reading, kept, first = reading or Reading(), 0, ""
     turn_keys = TURN_KEYS | {reading.columns.get("role", "role")}
     for file, row, value in read_records(source, tally, reading.salvage, reading.split, turn_keys):
         tally.read += 1
@@ -95,16 +95,24 @@ def read_conversations(
             conversation = read_row(value, file, row, reading, changes)
         except Unreadable as error:
             tally.drop(file, row, error.reason, error.detail, value)
+            first = first or error.detail
             continue
         tally.change(sorted(changes))
         kept += 1
         yield conversation
     if not kept:
-        named = ", ".join(map(str, [source] if isinstance(source, str | Path) else source))
+        named = ", ".join("stdin" if str(one) == STDIN else str(one) for one in ([source] if is_one(source) else source))
+        if tally.damaged and set(tally.dropped) <= {"damaged"}:
+            said = tally.damaged["message"].rstrip(".")
+            raise UserError(f"no conversation came out of {named}, for {said}: mend or replace the file.")
         if tally.dropped:
-            why = f"no row of {named} makes a conversation ({listed(tally.dropped)})"
+            why = f"no row of {named} makes a conversation ({listed(tally.dropped)}{f'; {first}' if first else ''})"
             raise UserError(f"{why}: name its shape with --format, or its columns with --columns.")
         raise UserError(f"{named} holds no conversation: give at least one row with messages, a prompt or a text.")
+
+
+def is_one(source: str | Path | Sequence[str | Path]) -> bool:
+    return isinstance(source, str | Path)
 
 
 def read_row(value: Any, file: str, row: int, reading: Reading, changes: set[str]) -> Conversation:

@@ -92,7 +92,7 @@ def prepare(
     the readers and the chat template refuse, and when nothing is left to learn from.
     """
     check_vocabulary(tokenizer, vocab_size)
-    folder = read(sources, reading or Reading())
+    folder = read(sources, reading or Reading(), tally)
     own, raw = load(folder)
     key = digest(folder.name, tokenizer_digest(tokenizer), vocab_size, max_length, only_last)
     encoded = raw.map(
@@ -112,7 +112,8 @@ def prepare(
     reasons = np.array(encoded["reason"][:], dtype=object)
     for place in np.flatnonzero(reasons != ""):
         row, conversation = encoded[int(place)], json.loads(raw[int(place)]["conversation"])
-        tally.drop(row["file"], row["row"], row["reason"], row["detail"], conversation["messages"])
+        value = {**conversation["about"], "messages": conversation["messages"]}
+        tally.drop(row["file"], row["row"], row["reason"], row["detail"], value)
     for notes, changed, reason in zip(encoded["notes"][:], raw["changed"][:], reasons, strict=True):
         if reason:
             tally.changed_rows -= changed
@@ -121,10 +122,11 @@ def prepare(
             tally.changed_rows += not changed
     kept = np.flatnonzero(reasons == "")
     if not len(kept):
-        raise UserError(
-            f"no conversation is left to learn from ({tally.sentence()}): raise max_length (now {max_length}) or give "
-            "conversations with longer answers."
-        )
+        named = ", ".join([sources] if isinstance(sources, str) else sources)
+        mend = f"raise max_length (now {max_length}) or give conversations with longer answers"
+        if tally.dropped["no assistant turn"] == tally.lost:
+            mend = "let the target answer them first, with draftsmith data regenerate"
+        raise UserError(f"no conversation of {named} is left to learn from ({tally.sentence()}): {mend}.")
     return Examples(encoded, kept, key)
 
 
@@ -151,8 +153,11 @@ def encode_rows(
     return out
 
 
-def read(sources: str | Sequence[str], reading: Reading) -> Path:
-    """The cache folder that holds the sources' conversations, tally and rejects; reads the sources where there is none."""
+def read(sources: str | Sequence[str], reading: Reading, tally: Tally) -> Path:
+    """The cache folder that holds the sources' conversations, tally and rejects; reads the sources where there is none.
+
+    Where they cannot be read to the end, ``tally`` takes what was counted until then.
+    """
     given = [sources] if isinstance(sources, str) else list(sources)
     files = [local_files(source) for source in given]
     # what is not a file here may be another thing next time
@@ -164,10 +169,15 @@ def read(sources: str | Sequence[str], reading: Reading) -> Path:
         own = Tally(rejects=rejects)
         with ArrowWriter(path=str(partial / "conversations.arrow"), features=RAW) as writer:
             before = 0
-            for conversation in read_conversations(given, own, reading):
-                text = json.dumps(asdict(conversation), ensure_ascii=False)
-                writer.write({"conversation": text, "changed": own.changed_rows > before})
-                before = own.changed_rows
+            try:
+                for conversation in read_conversations(given, own, reading):
+                    text = json.dumps(asdict(conversation), ensure_ascii=False)
+                    writer.write({"conversation": text, "changed": own.changed_rows > before})
+                    before = own.changed_rows
+            except UserError:
+                rejects.flush()
+                tally.take(own, partial / "rejects.jsonl")
+                raise
             writer.finalize()
         (partial / "tally.json").write_text(json.dumps(own.as_json()))
     return folder

@@ -45,6 +45,11 @@ class Source(Protocol):
 
     lengths: np.ndarray
 
+    @property
+    def lost(self) -> int:
+        """How many rows could not be read so far."""
+        ...
+
     def batch(self, rows: list[int]) -> FeatureBatch:
         """Ids, mask, positions and hidden states of ``rows``; there may be none."""
         ...
@@ -161,6 +166,10 @@ class OnlineFeatures:
         known |= self._compute({row: example for row, example in examples.items() if row not in known})
         return side_by_side(collate(examples, rows, PAD, self.width), known, self.target, len(self.taps))
 
+    @property
+    def lost(self) -> int:
+        return 0
+
     def flush(self) -> None:
         if self.shelf:
             self.shelf.flush()
@@ -194,6 +203,10 @@ class StoredFeatures:
         read = {row: self._read(row) for row in dict.fromkeys(rows)}
         batch = collate({row: example for row, (example, _) in read.items()}, rows, PAD, self.width)
         return side_by_side(batch, {row: own for row, (_, own) in read.items() if own}, self.target, len(self.taps))
+
+    @property
+    def lost(self) -> int:
+        return len(self.damaged)
 
     def flush(self) -> None:
         pass

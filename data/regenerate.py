@@ -20,6 +20,7 @@ import torch
 
 from ..console import Progress, note
 from ..errors import UserError
+from ..outputs import refuse_parent
 from ..target import Target
 from .conversations import Conversation
 from .endpoint import Endpoint, through_endpoint
@@ -160,8 +161,10 @@ class Job:
                 finish[entry["row"]["finish"]] += 1
                 shortened.update([entry["cause"]] if entry["cause"] else [])
         complete = len(self.journal.places) == len(self.conversations)
+        counts = self.tally.as_json()
+        counts["rows"]["kept"] = sum(finish.values())  # the others are not written yet
         return {
-            **self.tally.as_json(),
+            **counts,
             "tokens": totals["tokens"],
             "answers": totals["answers"],
             "finish": dict(finish),
@@ -224,6 +227,7 @@ def read_provenance(out: Path) -> dict[str, Any]:
 
 def check_output(out: Path, force: bool) -> None:
     """Raise UserError, before anything is loaded, where ``out`` exists and is no work of ours, finished or not."""
+    refuse_parent(out)
     if out.is_dir():
         raise UserError(f"{out} is a directory: give --out the name of a file.")
     if not force and out.exists() and not beside(out, JOURNAL).exists():

@@ -82,7 +82,10 @@ class Tally:
         return {"rows": rows, "reasons": dict(self.dropped), "changes": dict(self.changed), "damaged": self.damaged}
 
     def warn(self) -> None:
-        """Say so where many rows were dropped."""
+        """Say so where a file was damaged, and where many rows were dropped."""
+        if self.damaged:
+            further = f" (and {self.damaged['further']} more places)" if self.damaged.get("further") else ""
+            note(f"WARNING: {self.damaged['message'].rstrip('.')}{further}; what could be read is used")
         if self.lost > LOUD * self.read:
             note(f"WARNING: {self.lost / self.read:.0%} of the rows are lost: {self.sentence()}")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from ..data.records import local_files
 from ..errors import UserError
@@ -91,6 +91,13 @@ class TrainSection(Section):
     clip: float = Field(default=1.0, gt=0, description="gradient norm")
     precision: Literal["auto", "bf16", "no"] = Field(default="auto", description="auto: bf16 where the device has it")
     seed: int = 0
+
+    @field_validator("precision", mode="before")
+    @classmethod
+    def no_is_a_word(cls, value: Any) -> Any:
+        """YAML reads an unquoted ``no`` as false."""
+        return "no" if value is False else value
+
     log_every: int = Field(default=10, ge=1, description="steps")
     eval_every: int | None = Field(default=None, ge=1, description="steps; null: only before and after training")
     checkpoint_every: int | None = Field(default=None, ge=1, description="steps; null: none")

@@ -188,6 +188,18 @@ MISTAKES = [
         ["unanswered.jsonl, row 3", "no assistant turn"],
     ),
     Mistake("no chat template", TRAIN + " --set target.name={place}/untemplated", ["untemplated", "no chat template"]),
+    Mistake("file as folder", TRAIN + " --set output={place}/good.jsonl/x", ["good.jsonl/x", "is a file"]),
+    Mistake(
+        "target dtype",
+        "data extract {place}/good.jsonl --target {place}/target --out {new} --target-dtype foo",
+        ["'foo'", "bfloat16"],
+    ),
+    Mistake(
+        "output is the input",
+        "data regenerate {place}/good.jsonl --target {place}/target --out {place}/good.jsonl --force",
+        ["good.jsonl is what is read"],
+    ),
+    Mistake("device", TRAIN + " --set target.device=foo", ["device 'foo'"]),
     Mistake("missing target", TRAIN + " --set target.name={place}/nope", ["nope"]),
     Mistake("unknown key", TRAIN + " --set train.epoch=2", ["train.epoch", "train.epochs"]),
     Mistake("unknown section", TRAIN + " --set trian.epochs=2", ["trian", "train"]),

@@ -146,6 +146,10 @@ def test_data_beside_the_recipe_is_found(recipe_file: Path, tmp_path: Path, monk
     assert load_recipe(recipe_file).sources("train") == ["a"], "the working directory comes first"
 
 
+def test_no_needs_no_quotes(recipe_file: Path):
+    assert load_recipe(recipe_file, ["train.precision=no"]).train.precision == "no"
+
+
 def test_a_store_is_named_where_one_is_read(recipe_file: Path):
     with pytest.raises(UserError, match="data: features: store needs data.store: name the store's directory"):
         load_recipe(recipe_file, ["data.features=store"])

@@ -49,6 +49,8 @@ def dry_run(recipe: Recipe) -> dict[str, Any]:
         for _ in read_conversations(sources, tally, Reading(data.format, data.columns, data.salvage, data.split)):
             pass
         found["data"][part] = {"sources": sources, **tally.as_json()}
+    if found["data"]:
+        found["unresolved"].append("data: rows that hold nothing to learn are told once they are tokenized")
     try:
         target = load_skeleton(recipe.target.name)
     except UNREADABLE as error:

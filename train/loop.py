@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
-from transformers import get_scheduler
+from torch.optim.lr_scheduler import LambdaLR
 
 from ..console import Progress, note
 from ..data.batches import epoch_plan, share
@@ -70,7 +71,8 @@ def train(recipe: Recipe, score: Score | None = None, resume: bool = False, forc
             sums.add(run.advance(run.global_batch(step - 1)))
             if step % recipe.train.log_every == 0 or step == run.steps:
                 report = sums.reduced(accelerator).report(run.weights)
-                log.write({"step": step, "lr": run.scheduler.get_last_lr()[0], "padding": run.padding(), **report}, "train")
+                lost = {"damaged_rows": run.train.lost} if run.train.lost else {}
+                log.write({"step": step, "lr": run.lr, "padding": run.padding(), **lost, **report}, "train")
                 sums = DepthSums.zeros(recipe.head.depths, accelerator.device)
             bar.advance(1, " ".join(f"{k} {v:.3f}" for k, v in report.items()))
             if recipe.train.checkpoint_every and step % recipe.train.checkpoint_every == 0:
@@ -126,6 +128,7 @@ class Run:
     plans: dict[int, list[list[int]]] = field(default_factory=dict)
     tokens: int = 0  # read by this process since the last report
     slots: int = 0  # the same with padding
+    lr: float = 0.0  # of the last step
 
     @property
     def weights(self) -> torch.Tensor:
@@ -192,6 +195,7 @@ class Run:
         norm = self.accelerator.clip_grad_norm_(self.head.parameters(), self.recipe.train.clip)
         if not torch.isfinite(torch.as_tensor(norm)):
             raise RuntimeError(f"the gradient norm is {norm}: rows {rows} give no finite loss")
+        (self.lr,) = self.scheduler.get_last_lr()
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
@@ -233,6 +237,8 @@ def prepare(recipe: Recipe, accelerator: Accelerator, out: Path, resume: bool) -
     target.tokenizer_or_refuse()
     tallies = {"train": Tally(strict=recipe.data.strict), "held_out": Tally(strict=recipe.data.strict)}
     store = Store(Path(str(recipe.data.store))) if recipe.data.features == "store" else None
+    if store:
+        store.check(target, recipe.head.taps or [])
     with accelerator.main_process_first():  # the others find its tables in the cache
         examples = store.examples if store else read_examples(recipe, "train", target, tallies["train"])
         held_out = read_examples(recipe, "held_out", target, tallies["held_out"])
@@ -270,15 +276,21 @@ def prepare(recipe: Recipe, accelerator: Accelerator, out: Path, resume: bool) -
     data["draft_vocabulary"] = {"size": len(vocabulary.d2t), "coverage": vocabulary.coverage}
     run = Run(recipe, accelerator, target, wrapped, optimizer, None, train, held, vocabulary, data, out)
     # not prepared: accelerate would step it once per process, and our step is already global
-    run.scheduler = get_scheduler(
-        "cosine_with_min_lr",
-        getattr(optimizer, "optimizer", optimizer),
-        num_warmup_steps=max(1, round(recipe.train.warmup * run.steps)),
-        num_training_steps=run.steps,
-        scheduler_specific_kwargs={"min_lr_rate": recipe.train.final_lr},
-    )
+    run.scheduler = LambdaLR(getattr(optimizer, "optimizer", optimizer), partial(rate, recipe=recipe, steps=run.steps))
     accelerator.register_for_checkpointing(run.scheduler)
     return run
+
+
+def rate(done: int, recipe: Recipe, steps: int) -> float:
+    """The learning rate of the step after ``done`` steps, as a share of lr: linear warm-up, then a cosine to ``final_lr``.
+
+    No step is lost at either end: the first has 1 / warm-up steps of lr, the last has ``final_lr``.
+    """
+    warm, final = max(1, round(recipe.train.warmup * steps)), recipe.train.final_lr
+    if done < warm:
+        return (done + 1) / warm
+    progress = min((done + 1 - warm) / max(1, steps - warm), 1.0)
+    return final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2
 
 
 def read_examples(recipe: Recipe, part: str, target: Target, tally: Tally) -> Examples:

@@ -166,7 +166,7 @@ DATED = "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% endif %}" + 
         ("thinking", {}, {"history"}, "rewrites earlier answers (all of them)"),
         ("thinking-prompt", {}, {"history", "plain answer"}, "holds no reasoning are dropped"),
         (TRIMMED, {}, set(), "stay as they were"),
-        (SYSTEM + CHATML + NEXT, {}, set(), "is given 'system Be kind.'"),
+        (SYSTEM + CHATML + NEXT, {}, set(), "is given 'Be kind.'"),
         (DATED, {}, {"date"}, "today's date"),
         ("{{ bos_token }}" + CHATML + NEXT, {}, {"BOS"}, "writes it twice"),  # the first token of ChatML is its BOS here
     ],
@@ -351,8 +351,19 @@ def test_rejects_are_written_and_kept(place: Path, tmp_path: Path) -> None:
     assert inspect(place, *flags)[0] == 0
     rejects = [json.loads(line) for line in (tmp_path / "rejects.jsonl").read_text().splitlines()]
     assert [record["row"] for record in sorted(rejects, key=lambda record: record["row"])] == [4, 5]
+    assert inspect(place, *flags)[0] == 0 and len((tmp_path / "rejects.jsonl").read_text().splitlines()) == 2
+    (tmp_path / "rejects.jsonl").write_text("my notes\n")
     code, _, err = inspect(place, *flags)
-    assert code == 2 and "--force" in err
+    assert code == 2 and "holds something else than dropped rows" in err
+
+
+def test_rejects_are_written_where_no_row_is_left(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "odd.jsonl").write_text('{"q": "a"}\n{"q": "b"}\n')
+    code, found, _ = inspect(place, tmp_path / "odd.jsonl", "--rejects", tmp_path / "rejects.jsonl")
+    assert code == 0 and found["reasons"] == {"no known shape": 2} and found["rows"]["kept"] == 0
+    assert "its keys are q" in found["dropped"][0]["detail"]
+    rejects = [json.loads(line) for line in (tmp_path / "rejects.jsonl").read_text().splitlines()]
+    assert [record["value"] for record in rejects] == [{"q": "a"}, {"q": "b"}]
 
 
 @pytest.mark.parametrize(

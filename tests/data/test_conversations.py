@@ -463,10 +463,19 @@ def test_unknown_names_are_refused_with_those_there_are(reading: dict[str, Any],
         Reading(**reading)
 
 
+@pytest.mark.parametrize("content", ['[{"messages": [{"role"', '{"data": ['])
+def test_a_file_without_one_whole_row_is_told_by_its_damage(tmp_path: Path, content: str) -> None:
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(
+        UserError, match=r"no conversation came out of .*a.json, for .* is damaged at .*: mend or replace the file"
+    ):
+        list(read_conversations(tmp_path / "a.json", Tally(), Reading(salvage=True)))
+
+
 def test_a_source_without_a_conversation_says_why(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="a.jsonl holds no conversation: give at least one row"):
         read(tmp_path / "a.jsonl")
-    sentence = r"no row of .*a.jsonl makes a conversation \(no known shape: 2, no turns: 1\): name its shape with --format"
+    sentence = r"no row of .*a.jsonl makes a conversation \(no known shape: 2, no turns: 1; its keys are a\): name its"
     with pytest.raises(UserError, match=sentence):
         read(tmp_path / "a.jsonl", {"a": 1}, chat(), {"b": 1})
 

@@ -68,7 +68,7 @@ def test_rows_without_a_question_are_left_out_with_a_note(tmp_path: Path, capsys
     [
         ('{"prompt": "hi"}\n{"prompt": \n', "a.jsonl is damaged at line 2 (not valid JSON"),
         ("", "a.jsonl holds no conversation: give at least one row"),
-        ('{"reference": "x"}\n', "a.jsonl makes a conversation (no known shape: 1): name its shape"),
+        ('{"reference": "x"}\n', "a.jsonl makes a conversation (no known shape: 1; its keys are reference): name its shape"),
     ],
 )
 def test_files_without_prompts_are_refused(tmp_path: Path, text: str, sentence: str) -> None:

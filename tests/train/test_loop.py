@@ -18,13 +18,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from draftsmith.data.chat import Encoded
 from draftsmith.data.extract import extract
 from draftsmith.data.features import OnlineFeatures
+from draftsmith.data.manifest import Part
 from draftsmith.data.store import Store
 from draftsmith.data.tally import Tally
 from draftsmith.errors import UserError
 from draftsmith.heads.eagle3 import Eagle3Head
 from draftsmith.recipes.schema import Recipe, load_recipe
 from draftsmith.target import Target
-from draftsmith.train.loop import prepare, read_examples, start, train
+from draftsmith.train.loop import prepare, rate, read_examples, start, train
 
 WORDS = "the cat sat on an old mat while ten men read their tea leaves and then went home".split()
 
@@ -88,6 +89,28 @@ def test_a_run_learns_and_leaves_its_directory(whole_run):
     assert load_recipe(whole_run / "recipe.yaml").train.lr == 1e-2
     assert [row["step"] for row in curve(whole_run, "held_out")] == [0, 5, 10], "the initial head is scored too"
     assert set(curve(whole_run)[0]) >= {"accuracy_0", "accuracy_1", "tau_sim", "lr"}
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0.05), (10, 0.3), (10, 0.0), (200, 0.05), (4, 1.0)])
+def test_the_rate_rises_to_lr_and_falls_to_its_end_within_the_steps(workplace, steps, warmup):
+    recipe = recipe_in(workplace, "unused", f"train.warmup={warmup}", "train.final_lr=0.1")
+    rates = [rate(done, recipe, steps) for done in range(steps)]
+    warm = max(1, round(warmup * steps))
+    assert rates[:warm] == pytest.approx([(i + 1) / warm for i in range(warm)]) and max(rates) == 1
+    assert rates[warm - 1 :] == sorted(rates[warm - 1 :], reverse=True)
+    assert rates[-1] == pytest.approx(0.1 if steps > warm else 1)
+
+
+def test_every_step_learns_at_the_rate_that_is_logged(workplace):
+    """The first one too: one step of AdamW moves each weight that has a gradient by the rate itself."""
+    recipe = recipe_in(workplace, "unused", "train.max_steps=1")
+    run = prepare(recipe, start(recipe), workplace / "unused", resume=False)
+    before = {name: tensor.detach().clone() for name, tensor in run.head.named_parameters()}
+    run.advance(run.global_batch(0))
+    moved = torch.cat(
+        [(tensor.detach() - before[name].detach()).abs().flatten() for name, tensor in run.head.named_parameters()]
+    )
+    assert run.lr == 1e-2 and moved.max() == pytest.approx(1e-2, rel=1e-3)
 
 
 def test_micro_batches_do_not_change_the_curve(workplace, whole_run):
@@ -161,6 +184,14 @@ def test_a_store_that_does_not_fit_the_head_is_refused(workplace, store, change,
         train(recipe_in(workplace, "unfit", *named))
 
 
+def test_one_part_of_a_store_is_refused(workplace, store, tmp_path):
+    target, recipe = Target.load(str(workplace / "target"), "float32"), recipe_in(workplace, "unused")
+    examples = read_examples(recipe, "train", target, Tally())
+    extract(target, examples, Eagle3Head.default_taps(target), tmp_path / "part", "float32", Part(index=0, of=2))
+    with pytest.raises(UserError, match="is part 0 of 2: join the parts"):
+        train(recipe_in(workplace, "parted", "data.features=store", f"data.store={tmp_path}/part"))
+
+
 def test_case_17_a_damaged_row_is_named_and_teaches_nothing(workplace, store, tmp_path, capfd):
     damaged = tmp_path / "store"
     shutil.copytree(store, damaged)
@@ -173,6 +204,7 @@ def test_case_17_a_damaged_row_is_named_and_teaches_nothing(workplace, store, tm
     said = " ".join(capfd.readouterr().err.split())
     assert re.search(r"left out: row \d+ is damaged in \S+", said)
     assert said.count("supervise nothing: no step is taken") == 1, "it was a batch of its own"
+    assert curve(workplace / "damaged")[-1]["damaged_rows"] == 1
     with pytest.raises(UserError, match="is damaged in"):
         train(recipe_in(workplace, "strict", *named, "data.strict=true"))
 
