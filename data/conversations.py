@@ -101,7 +101,8 @@ def read_conversations(
         kept += 1
         yield conversation
     if not kept:
-        named = ", ".join("stdin" if str(one) == STDIN else str(one) for one in ([source] if is_one(source) else source))
+        given = [source] if isinstance(source, str | Path) else source
+        named = ", ".join("stdin" if str(one) == STDIN else str(one) for one in given)
         if tally.damaged and set(tally.dropped) <= {"damaged"}:
             said = tally.damaged["message"].rstrip(".")
             raise UserError(f"no conversation came out of {named}, for {said}: mend or replace the file.")
@@ -109,10 +110,6 @@ def read_conversations(
             why = f"no row of {named} makes a conversation ({listed(tally.dropped)}{f'; {first}' if first else ''})"
             raise UserError(f"{why}: name its shape with --format, or its columns with --columns.")
         raise UserError(f"{named} holds no conversation: give at least one row with messages, a prompt or a text.")
-
-
-def is_one(source: str | Path | Sequence[str | Path]) -> bool:
-    return isinstance(source, str | Path)
 
 
 def read_row(value: Any, file: str, row: int, reading: Reading, changes: set[str]) -> Conversation:
