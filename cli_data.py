@@ -5,7 +5,6 @@ import json
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import IO, Annotated
 
 import typer
@@ -24,6 +23,7 @@ from .data.shown import FirstDrops
 from .data.store import SUFFIX
 from .data.tally import Tally
 from .errors import UserError
+from .heads.base import DraftHead
 from .heads.kinds import KINDS
 from .outputs import new_directory, refuse_existing, refuse_parent
 from .sampling import Sampling
@@ -85,10 +85,9 @@ def inspect_data(
     """Say what data holds for a target: counts, lengths, masks, template checks, vocabulary, and the cost of its states."""
     if html:
         refuse_existing(html, force)
-    if head not in KINDS:
-        raise UserError(f"--head {head!r} is no head kind: choose {', '.join(KINDS)}.")
+    kind = kind_of(head)
     facts = TargetFacts.read(target)
-    chosen = tap_list(taps) if taps is not None else KINDS[head].default_taps(SimpleNamespace(depth=facts.depth))  # type: ignore[arg-type]
+    chosen = tap_list(taps) if taps is not None else kind.default_taps(facts)  # type: ignore[arg-type] (it asks for the depth)
     question = audit.Question(
         max_length,
         reading_of(shape, columns, True, split),
@@ -271,11 +270,10 @@ def extract_states(
     """Keep the target's hidden states of all conversations on disk; a run that was interrupted goes on."""
     if shard >= num_shards:
         raise UserError(f"--shard {shard} is none of {num_shards}: give 0 to {num_shards - 1}, or raise --num-shards.")
-    if head not in KINDS:
-        raise UserError(f"--head {head!r} is no head kind: choose {', '.join(KINDS)}.")
+    kind = kind_of(head)
     refuse_existing(out, force)
     part, loaded = Part(index=shard, of=num_shards), Target.load(target, target_dtype, device)
-    chosen = tap_list(taps) if taps is not None else KINDS[head].default_taps(loaded)
+    chosen = tap_list(taps) if taps is not None else kind.default_taps(loaded)
     reading = reading_of(shape, columns, salvage, split)
     with counted(rejects, strict) as tally:
         examples = prepare(
@@ -291,6 +289,13 @@ def extract_states(
     size = f"{report['bytes'] / report['tokens']:.0f} bytes a token, {report['tokens_per_s']:.0f} tokens/s"
     text = f"{tally.sentence()}\n{report['rows']} rows, {report['tokens']} tokens, {size}: {out}"
     show({**report, "data": tally.as_json(), "out": str(out)}, as_json, text)
+
+
+def kind_of(head: str) -> type[DraftHead]:
+    """The head kind that --head names."""
+    if head not in KINDS:
+        raise UserError(f"--head {head!r} is no head kind: choose {', '.join(KINDS)}.")
+    return KINDS[head]
 
 
 def tap_list(text: str) -> list[int]:

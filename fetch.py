@@ -40,6 +40,20 @@ def local_path(name: str) -> str:
     return str(cached)
 
 
+def located(name: str) -> tuple[str, dict[str, Any]]:
+    """Where transformers finds ``name``: the path or hub id, and the options that its from_pretrained functions need with it.
+
+    A .gguf file is its directory with ``gguf_file``; ``local_files_only`` keeps the library from trying long for a hub that
+    is out of reach.
+    """
+    path = local_path(name)
+    where: dict[str, Any] = {"local_files_only": not Path(path).exists() and not hub_reachable()}
+    if path.endswith(".gguf"):
+        where["gguf_file"] = Path(path).name
+        path = str(Path(path).parent)
+    return path, where
+
+
 def hub_reachable() -> bool:
     """Whether the hub answers within two seconds; an offline flag counts as no."""
     if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):

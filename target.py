@@ -6,7 +6,6 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -16,7 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Pr
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from .errors import UserError
-from .fetch import hub_reachable, load_tokenizer, local_path
+from .fetch import load_tokenizer, located
 
 # text on which tokenizers of one vocabulary part ways when they split differently
 PROBE = "In 2024,\n\n1. it's  12345 a-b\tC++ _x_ naïve Straße 你好 🙂\r\n   def f(x):\n\n\n        return x[0]+1.5e-3\n"
@@ -72,7 +71,7 @@ class Target:
         self.dtype: torch.dtype = model.dtype
         self.layers = self._find_layers()
         self.final_norm = self._find_final_norm()
-        self.eos_ids = self._find_eos_ids()
+        self.eos_ids = eos_ids(model.generation_config, self.config, tokenizer)
 
     @classmethod
     def load(cls, name: str, dtype: str = "auto", device: str | dict | None = None) -> Self:
@@ -88,11 +87,7 @@ class Target:
                 torch.device(device)
             except RuntimeError as error:
                 raise UserError(f"device {device!r} is none: give cpu, cuda:0 or another device, or auto.") from error
-        path = local_path(name)
-        where: dict[str, Any] = {"local_files_only": not Path(path).exists() and not hub_reachable()}  # or it tries for long
-        if path.endswith(".gguf"):
-            where["gguf_file"] = Path(path).name
-            path = str(Path(path).parent)
+        path, where = located(name)
         try:
             tokenizer = load_tokenizer(path, **where)
             model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map=device, **where)
@@ -128,14 +123,6 @@ class Target:
         for hook in hooks:
             hook.remove()
         return next((module for module, pointer in reversed(outputs) if pointer == last.data_ptr()), None)
-
-    def _find_eos_ids(self) -> frozenset[int]:
-        """The ids that end a text: as transformers' generate takes them, from the first of the places that names any."""
-        for place in (self.model.generation_config, self.config, self.tokenizer):
-            ids = getattr(place, "eos_token_id", None)
-            if ids is not None:
-                return frozenset([ids] if isinstance(ids, int) else ids)
-        return frozenset()
 
     @property
     def fingerprint(self) -> str:
@@ -308,6 +295,15 @@ class Target:
                 if moved:
                     rows[..., past : past + len(path), :] = rows[..., past + path.to(rows.device), :]
                 setattr(layer, name, rows[..., : past + len(path), :])
+
+
+def eos_ids(*places: Any) -> frozenset[int]:
+    """The ids that end a text: as transformers' generate takes them, from the first of the places that names any."""
+    for place in places:
+        ids = getattr(place, "eos_token_id", None)
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()
 
 
 def forget_quantization(model: Any) -> None:

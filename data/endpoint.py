@@ -47,7 +47,7 @@ class Unanswered(Exception):
 
 
 class Endpoint:
-    """A client of the server at ``url``, which ends in /v1. Use ``Endpoint.connected``; ``model`` is the name it serves."""
+    """A client of the server at ``url``, which ends in /v1. ``connect`` comes first; ``model`` is then the served name."""
 
     def __init__(self, url: str, settings: Settings, concurrency: int, timeout: float = 600.0, tries: int = 8) -> None:
         """``timeout``: seconds for one try of a request, of which there are ``tries``. Up to ``concurrency`` run at once."""

@@ -1,14 +1,13 @@
 """What a target is, read from its config and tokenizer alone: no weights are loaded."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 from transformers import AutoConfig, GenerationConfig
 
 from ..errors import UserError
-from ..fetch import hub_reachable, load_tokenizer, local_path
-from ..target import UNREADABLE
+from ..fetch import load_tokenizer, located
+from ..target import UNREADABLE, eos_ids
 
 
 @dataclass(frozen=True)
@@ -26,11 +25,7 @@ class TargetFacts:
     @classmethod
     def read(cls, name: str) -> Self:
         """Read a model directory, a hub id or a ``.gguf`` file. Raises UserError where config or tokenizer are not there."""
-        path = local_path(name)
-        where: dict[str, Any] = {"local_files_only": not Path(path).exists() and not hub_reachable()}  # or it tries for long
-        if path.endswith(".gguf"):
-            where["gguf_file"] = Path(path).name
-            path = str(Path(path).parent)
+        path, where = located(name)
         try:
             tokenizer = load_tokenizer(path, **where)
             config = AutoConfig.from_pretrained(path, **where).get_text_config()
@@ -47,7 +42,7 @@ class TargetFacts:
             config.hidden_size,
             config.vocab_size,
             getattr(config, "max_position_embeddings", None) or 2**31,
-            _eos_ids(_generation_config(path, where["local_files_only"]), config, tokenizer),
+            eos_ids(_generation_config(path, where["local_files_only"]), config, tokenizer),
         )
 
 
@@ -56,12 +51,3 @@ def _generation_config(path: str, local_files_only: bool) -> GenerationConfig | 
         return GenerationConfig.from_pretrained(path, local_files_only=local_files_only)
     except UNREADABLE:
         return None
-
-
-def _eos_ids(*places: Any) -> frozenset[int]:
-    """From the first of the places that names any, as transformers' generate takes them."""
-    for place in places:
-        ids = getattr(place, "eos_token_id", None)
-        if ids is not None:
-            return frozenset([ids] if isinstance(ids, int) else ids)
-    return frozenset()

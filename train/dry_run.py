@@ -1,6 +1,5 @@
 """What a run would be: everything a recipe names is resolved, except that no weights are loaded and nothing is written."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from ..data.conversations import Reading, read_conversations
 from ..data.records import local_files
 from ..data.tally import Tally
 from ..errors import UserError
-from ..fetch import hub_reachable, load_tokenizer, local_path
+from ..fetch import load_tokenizer, located
 from ..heads.base import DraftHead
 from ..heads.kinds import KINDS
 from ..recipes.schema import Recipe
@@ -84,11 +83,7 @@ def dry_run(recipe: Recipe) -> dict[str, Any]:
 
 def load_skeleton(name: str) -> Skeleton:
     """The target without its weights; the tokenizer is None where there is none to read."""
-    path = local_path(name)
-    where: dict[str, Any] = {"local_files_only": not hub_reachable()}
-    if path.endswith(".gguf"):
-        where["gguf_file"] = Path(path).name
-        path = str(Path(path).parent)
+    path, where = located(name)
     config = AutoConfig.from_pretrained(path, **where)
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(config)
