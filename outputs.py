@@ -1,8 +1,9 @@
-"""Output directories that are whole or absent, and never replaced unasked."""
+"""Outputs that are whole or absent, and never replaced unasked."""
 
+import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,6 +24,29 @@ def refuse_parent(out: Path) -> None:
     blocking = next((parent for parent in out.parents if parent.exists()), out)
     if blocking != out and not blocking.is_dir():
         raise UserError(f"{out} cannot be made, because {blocking} is a file: choose another output.")
+
+
+def write_whole(path: Path, texts: Iterable[str]) -> None:
+    """Write a file beside ``path`` and give it the name once it is whole and on the disk."""
+    new = path.with_name(f".{path.name}.new")  # one name, so that what a kill leaves is written over by the next start
+    try:
+        with open(new, "w", encoding="utf-8") as file:
+            file.writelines(texts)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Have a file, or a directory's list of names, on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 @contextmanager

@@ -1,12 +1,11 @@
 """An audit as one page that stands alone: nothing in it is fetched, and nothing in a conversation can get out of its place."""
 
-import os
-import tempfile
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ..outputs import write_whole
 from .audit import Audit
 from .audit_tables import Table, number, share, tables
 from .audit_text import heading
@@ -171,12 +170,4 @@ def write(path: Path, text: str) -> None:
     if path.is_dir():
         raise UserError(f"--html {path} is a directory: give the name of a file in it.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False) as partial:
-        try:
-            partial.write(text)
-            partial.close()
-            os.chmod(partial.name, 0o644)  # temporary files are private
-            os.replace(partial.name, path)
-        except BaseException:
-            os.unlink(partial.name)
-            raise
+    write_whole(path, [text])

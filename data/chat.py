@@ -8,7 +8,7 @@ import numpy as np
 
 from .conversations import Conversation
 from .replies import Chat, Turn, prepared
-from .template import Refused, render, template_of, tokens
+from .template import Refused, letters, render, template_of, tokens
 from .tokenized import Tokenized
 
 NO_SUPERVISION = "no supervised tokens"
@@ -136,8 +136,7 @@ def _apart(read: Tokenized, written: str, chat: Chat) -> list[int]:
     """The ids of ``written`` behind the prompt ``read``, tokenized by itself. Raises Refused where no ids give that text."""
 
     def decoded(ids: list[int]) -> str:
-        text = chat.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return unicodedata.normalize("NFKC", text)  # as far as a tokenizer may go in unifying letters
+        return unicodedata.normalize("NFKC", letters(ids, chat.tokenizer))  # as far as a tokenizer may go in unifying letters
 
     wanted = unicodedata.normalize("NFKC", decoded(read.ids) + written)
     for front in ("", next(iter(chat.template.cuts), "")):  # some put a space before a text's first word, not before a later

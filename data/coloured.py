@@ -6,6 +6,7 @@ from typing import Any
 from rich.text import Text
 
 from .chat import Encoded
+from .template import letters_behind
 
 LETTER = 4  # no letter is longer than four bytes of UTF-8, so it is whole after as many tokens
 LEAD = 8  # pieces decoded in front of another: enough for a decoder to know whether it opens the text
@@ -29,11 +30,11 @@ def pieces(ids: list[int], tokenizer: Any) -> list[str | None]:
     begins = [0]  # of letters and of tokens that are text by themselves: a decoder must not be let in anywhere else
     while (start := len(found)) < len(ids):
         lead = ids[begins[-LEAD:][0] : start]
-        first = text = _added(lead, ids[start : start + 1], tokenizer)
+        first = text = letters_behind(lead, ids[start : start + 1], tokenizer)
         stop = start + 1
         while text.endswith(HALF) and stop < min(start + LETTER, len(ids)):
             before, stop = text, stop + 1
-            text = _added(lead, ids[start:stop], tokenizer)
+            text = letters_behind(lead, ids[start:stop], tokenizer)
             if not text.endswith(HALF) and text.startswith(before):
                 text = HALF  # what came before stands as it was: the file itself holds it
                 break
@@ -42,16 +43,6 @@ def pieces(ids: list[int], tokenizer: Any) -> list[str | None]:
         found += [text, *[None] * (stop - start - 1)]
         begins.append(stop)
     return found
-
-
-def _added(before: list[int], ids: list[int], tokenizer: Any) -> str:
-    """The text of ``ids`` behind ``before``: some decoders drop the space that opens a text."""
-    lead, whole = _decode(before, tokenizer), _decode(before + ids, tokenizer)
-    return whole[len(lead) :] if whole.startswith(lead) else _decode(ids, tokenizer)
-
-
-def _decode(ids: list[int], tokenizer: Any) -> str:
-    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) if ids else ""
 
 
 def visible(piece: str | None) -> str:

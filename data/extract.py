@@ -20,12 +20,12 @@ import torch
 
 from ..console import note
 from ..errors import UserError
-from ..outputs import refuse_existing
+from ..outputs import refuse_existing, sync
 from ..target import Features, Target
 from .batches import collate
 from .chat import Encoded
 from .features import PAD, check_lengths, lengths_of
-from .manifest import FILE, WHOLE, Identity, Manifest, Part, differences, sync
+from .manifest import FILE, WHOLE, Identity, Manifest, Part, differences
 from .store import SHARD_BYTES, KeptRow, Shard, file_bytes, shard_name, write_shard
 
 CHUNK_ROWS = 4096  # rows that are sorted by length together: little padding, and every shard holds rows from all over

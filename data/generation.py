@@ -10,6 +10,7 @@ from transformers import GenerationConfig
 
 from ..sampling import Sampling
 from ..target import Target
+from .template import letters_behind
 
 CONTEXT = 8  # prompt tokens that a decoder sees before the first written one: enough to know whether it opens the text
 
@@ -61,10 +62,4 @@ def text_after(prompt: Sequence[int], ids: list[int], tokenizer: Any) -> str:
 
     Some tokenizers drop the space before the first word of what they decode, so the prompt's last tokens are decoded too.
     """
-    before = list(prompt[-CONTEXT:])
-    lead, whole = _letters(before, tokenizer), _letters(before + ids, tokenizer)
-    return whole[len(lead) :] if whole.startswith(lead) else _letters(ids, tokenizer)
-
-
-def _letters(ids: list[int], tokenizer: Any) -> str:
-    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return letters_behind(list(prompt[-CONTEXT:]), ids, tokenizer)

@@ -13,6 +13,7 @@ import torch
 from pydantic import BaseModel
 
 from ..errors import UserError
+from ..outputs import sync
 from ..target import Target
 from .chat import Encoded
 from .precision import DTYPES, bytes_per_token, group_size
@@ -166,22 +167,13 @@ class Manifest(BaseModel):
 
     def write(self, directory: Path) -> None:
         """Put it into the directory in one step, on the disk when this returns."""
-        partial = directory / f".{FILE}.{os.getpid()}"
+        partial = directory / f".{FILE}.{os.getpid()}"  # several processes may make one store
         with open(partial, "w", encoding="utf-8") as file:
             file.write(self.model_dump_json(indent=1) + "\n")
             file.flush()
             os.fsync(file.fileno())
         partial.rename(directory / FILE)
         sync(directory)
-
-
-def sync(path: Path) -> None:
-    """Have a file, or a directory's list of names, on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def target_differences(there: StoredTarget, here: StoredTarget) -> list[str]:

@@ -7,7 +7,6 @@ goes on where it was and every conversation comes out exactly once.
 import asyncio
 import hashlib
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ import torch
 
 from ..console import Progress, note
 from ..errors import UserError
-from ..outputs import refuse_parent
+from ..outputs import refuse_parent, write_whole
 from ..target import Target
 from .conversations import Conversation
 from .endpoint import Endpoint, through_endpoint
@@ -232,16 +231,6 @@ def check_output(out: Path, force: bool) -> None:
         raise UserError(f"{out} is a directory: give --out the name of a file.")
     if not force and out.exists() and not beside(out, JOURNAL).exists():
         read_provenance(out)
-
-
-def write_whole(path: Path, lines: Iterable[str]) -> None:
-    """Write a file beside ``path`` and give it the name once it is whole and on the disk."""
-    new = path.with_name(f".{path.name}.new")
-    with open(new, "w", encoding="utf-8") as file:
-        file.writelines(lines)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
 
 
 # -- in this process -----------------------------------------------------------------------------------------------

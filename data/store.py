@@ -25,9 +25,10 @@ from torch import Tensor
 
 from ..console import note
 from ..errors import UserError
+from ..outputs import sync
 from ..target import Features, Target
 from .chat import Encoded
-from .manifest import FILE, FORMAT, Identity, Manifest, ShardEntry, StoredTarget, differences, sync, target_differences
+from .manifest import FILE, FORMAT, Identity, Manifest, ShardEntry, StoredTarget, differences, target_differences
 from .precision import narrow, widen
 
 SHARD_BYTES = 2**28

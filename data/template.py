@@ -101,6 +101,17 @@ def tokens(text: str, tokenizer: Any) -> list[int]:
     return list(ids)
 
 
+def letters(ids: Sequence[int], tokenizer: Any) -> str:
+    """The text of the ids as it stands, special tokens and white space included."""
+    return tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False) if ids else ""
+
+
+def letters_behind(before: list[int], ids: list[int], tokenizer: Any) -> str:
+    """The text that ``ids`` add behind the ids ``before``: some decoders drop the space that opens a text."""
+    lead, whole = letters(before, tokenizer), letters(before + ids, tokenizer)
+    return whole[len(lead) :] if whole.startswith(lead) else letters(ids, tokenizer)
+
+
 def check_vocabulary(tokenizer: Any, vocab_size: int) -> None:
     """Raise UserError where the template itself writes tokens beyond the model's ``vocab_size``.
 
