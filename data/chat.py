@@ -1,8 +1,10 @@
 """From a conversation to token ids and the mask of what the assistant wrote, by the target's own chat template."""
 
 import unicodedata
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -36,6 +38,25 @@ class Encoded:
     ids: np.ndarray
     mask: np.ndarray
     notes: tuple[str, ...] = ()
+
+
+class EncodedRows(Sequence[Encoded], ABC):
+    """Encoded conversations that lie elsewhere and are read one by one."""
+
+    @abstractmethod
+    def read(self, row: int) -> Encoded:
+        """The conversation ``row``, 0 <= row < len(self)."""
+
+    @overload
+    def __getitem__(self, row: int) -> Encoded: ...
+    @overload
+    def __getitem__(self, row: slice) -> list[Encoded]: ...
+    def __getitem__(self, row: int | slice) -> Encoded | list[Encoded]:
+        if isinstance(row, slice):
+            return [self.read(i) for i in range(*row.indices(len(self)))]
+        if not -len(self) <= row < len(self):
+            raise IndexError(row)
+        return self.read(row % len(self))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import datasets
 import datasets.config
@@ -21,7 +21,7 @@ from datasets.arrow_writer import ArrowWriter
 
 from ..errors import UserError
 from ..outputs import new_directory
-from .chat import NO_SUPERVISION, Encoded, Refused, check_ids, encode, supervises
+from .chat import NO_SUPERVISION, Encoded, EncodedRows, Refused, check_ids, encode, supervises
 from .conversations import Conversation, Reading, read_conversations
 from .records import local_files
 from .tally import Tally
@@ -40,7 +40,7 @@ ENCODED = datasets.Features(
 )
 
 
-class Examples(Sequence[Encoded]):
+class Examples(EncodedRows):
     """Encoded conversations in input order, read from disk as they are asked for.
 
     ``lengths`` int32 [rows] in tokens; ``fingerprint`` changes with anything that could change an id or a mask. ``table``
@@ -57,13 +57,7 @@ class Examples(Sequence[Encoded]):
     def __len__(self) -> int:
         return len(self.kept)
 
-    @overload
-    def __getitem__(self, row: int) -> Encoded: ...
-    @overload
-    def __getitem__(self, row: slice) -> list[Encoded]: ...
-    def __getitem__(self, row: int | slice) -> Encoded | list[Encoded]:
-        if isinstance(row, slice):
-            return [self[i] for i in range(*row.indices(len(self)))]
+    def read(self, row: int) -> Encoded:
         place = int(self.kept[row])
         ids, mask = self.ids[place].values, self.mask[place].values
         return Encoded(ids.to_numpy(), mask.to_numpy(zero_copy_only=False))

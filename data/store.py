@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from ..console import note
 from ..errors import UserError
 from ..outputs import sync
 from ..target import Features, Target
-from .chat import Encoded
+from .chat import Encoded, EncodedRows
 from .manifest import FILE, FORMAT, Identity, Manifest, ShardEntry, StoredTarget, differences, target_differences
 from .precision import narrow, widen
 
@@ -297,7 +297,7 @@ class Store:
             )
 
 
-class StoredExamples(Sequence[Encoded]):
+class StoredExamples(EncodedRows):
     """What a store's rows were made from, by their numbers in the data."""
 
     def __init__(self, store: Store) -> None:
@@ -307,16 +307,8 @@ class StoredExamples(Sequence[Encoded]):
     def __len__(self) -> int:
         return len(self.lengths)
 
-    @overload
-    def __getitem__(self, row: int) -> Encoded: ...
-    @overload
-    def __getitem__(self, row: slice) -> list[Encoded]: ...
-    def __getitem__(self, row: int | slice) -> Encoded | list[Encoded]:
-        if isinstance(row, slice):
-            return [self.store.example(i) for i in range(*row.indices(len(self)))]
-        if not -len(self) <= row < len(self):
-            raise IndexError(row)
-        return self.store.example(row % len(self))
+    def read(self, row: int) -> Encoded:
+        return self.store.example(row)
 
 
 def open_shard(path: Path, entry: ShardEntry | None, identity: str) -> Shard:
