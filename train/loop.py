@@ -270,7 +270,11 @@ def prepare(recipe: Recipe, accelerator: Accelerator, out: Path, resume: bool) -
     else:
         train = OnlineFeatures(target, examples, head.config.taps, shelf(recipe, target, examples, head, accelerator), width)
     held = OnlineFeatures(target, held_out, head.config.taps, Memory() if recipe.data.features == "memory" else None, width)
-    data: dict[str, Any] = {part: {"sources": recipe.sources(part), **tally.as_json()} for part, tally in tallies.items()}
+    data: dict[str, Any] = {
+        part: {"sources": recipe.sources(part), "fingerprint": found.fingerprint, **tallies[part].as_json()}
+        for part, found in (("train", examples), ("held_out", held_out))
+        if isinstance(found, Examples)
+    }
     if store:
         data["train"] = {"store": recipe.data.store, **store.identity.data.model_dump()}
     data["draft_vocabulary"] = {"size": len(vocabulary.d2t), "coverage": vocabulary.coverage}

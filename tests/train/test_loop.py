@@ -86,6 +86,8 @@ def whole_run(workplace) -> Path:
 def test_a_run_learns_and_leaves_its_directory(whole_run):
     assert losses(whole_run)[-1] < 0.9 * losses(whole_run)[0]
     assert {path.name for path in whole_run.iterdir()} >= {"recipe.yaml", "run.json", "metrics.jsonl", "head"}
+    data = json.loads((whole_run / "run.json").read_text())["data"]
+    assert data["train"]["rows"]["kept"] == 20 and data["train"]["fingerprint"] != data["held_out"]["fingerprint"]
     assert load_recipe(whole_run / "recipe.yaml").train.lr == 1e-2
     assert [row["step"] for row in curve(whole_run, "held_out")] == [0, 5, 10], "the initial head is scored too"
     assert set(curve(whole_run)[0]) >= {"accuracy_0", "accuracy_1", "tau_sim", "lr"}
