@@ -195,6 +195,10 @@ class Target:
         Returns taps [batch, time, n_taps * hidden] and last [batch, time, hidden]. Rows beyond a sequence's own length
         are garbage: with causal attention and padding on the right they never reach a real row.
         """
+        return self.run(ids, taps, positions)
+
+    def run(self, ids: Tensor, taps: Sequence[int], positions: Tensor | None = None) -> Features:
+        """As ``features``, with gradients for what is trained inside the model."""
         with self._watch(taps) as seen:
             where = {} if positions is None else {"position_ids": positions.to(self.device)}
             self.decoder(input_ids=ids.to(self.device), use_cache=False, **where)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..heads.base import Draft, DraftHead, Shape
+from ..heads.drafting import draft as write_draft
 from ..sampling import GREEDY, Sampling, draw, probabilities
 from ..target import Target
 from .tree import NONE
@@ -77,7 +78,7 @@ def generate(
         with watch.part("prefill"):
             logits, rows = target.prefill(torch.tensor(prompt, device=device), cache, taps)
             emitted = [choose(logits, sampling, generator)]
-        new, following = emitted, [*prompt[1:], *emitted]  # following: the token after every row
+        new, ids = emitted, [*prompt, *emitted]  # ids: the token of every new row, and the one behind the last
         while len(emitted) < budget and not target.eos_ids.intersection(new):
             past = len(prompt) + len(emitted) - 1  # rows in the cache; the last emitted token is not among them
             cut = shape.cut(target.max_positions - 1 - past)
@@ -85,10 +86,11 @@ def generate(
             if head is not None and cut.parents:
                 with watch.part("draft"):
                     drawn = sampling if sampled_drafts and not sampling.greedy else None
-                    draft = head.draft(state, rows, torch.tensor(following, device=device), cut, target, drawn, generator)
-            if len(cut.parents) not in ancestries:
-                ancestries[len(cut.parents)] = ancestry(cut, device)
-            seen, depths = ancestries[len(cut.parents)]
+                    known = torch.tensor(ids, device=device)
+                    draft = write_draft(head, state, rows, known, cut, target, drawn, generator)
+            if draft.shape not in ancestries:
+                ancestries[draft.shape] = ancestry(draft.shape, device)
+            seen, depths = ancestries[draft.shape]
             tokens = [emitted[-1], *draft.tokens]
             with watch.part("target"):
                 logits, rows = target.verify(torch.tensor(tokens, device=device), past + depths, seen, cache, taps)
@@ -96,10 +98,11 @@ def generate(
             index = torch.tensor(path, device=device)
             target.keep(cache, past, index)
             rows = rows.rows(index)
-            new = following = [*(tokens[node] for node in path[1:]), bonus]
+            ids = [*(tokens[node] for node in path), bonus]
+            new = ids[1:]
             emitted = emitted + new
             if draft.tokens:
-                proposed.append(max(cut.depths))
+                proposed.append(max(draft.shape.depths))
                 accepted.append(len(path) - 1)
     emitted, ended = truncate(emitted, budget, target.eos_ids)
     return Generation(emitted, proposed, accepted, ended, watch.seconds)

@@ -13,12 +13,14 @@ x_{t+1}, then its own output and the embedding of x_{t+1+i}.
 """
 
 import json
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -27,10 +29,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..errors import UserError
-from ..sampling import Sampling, probabilities
 from ..target import Features, Target
+from .confidence import Confidence
 
 FORMAT = 1
+Judged = TypeVar("Judged")
 
 
 class TargetIdentity(BaseModel):
@@ -65,6 +68,7 @@ class HeadConfig(BaseModel):
     taps: list[int]
     depths: int
     draft_vocab_size: int
+    confidence: bool = False
     options: dict[str, Any] = {}
     layer: dict[str, Any] = {}
 
@@ -128,12 +132,47 @@ class Draft:
     q: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Side:
+    """A lesson beside the draft's own depths: its ``weight`` in the loss, and what it is taught with.
+
+    ``loss`` names an objective of the recipe's (None: the recipe's own), ``whole`` says that its logits range over the
+    target's whole vocabulary.
+    """
+
+    weight: float
+    loss: str | None = None
+    whole: bool = False
+
+
 @dataclass
 class Depth:
-    """One depth of a training forward: ``rows`` [M] index batch x time flattened (position t), ``logits`` [M, draft vocab]."""
+    """One depth of a training forward, read out a piece at a time: all its logits at once would not fit.
+
+    ``rows`` [M] rising: indices into batch x time flattened, the positions t. ``states`` [M, width]: what the logits are
+    read from. ``readout``: states [m, width] -> logits [m, draft vocab], each row from its own state alone. ``ahead``: the
+    teacher is the target's distribution at t + ahead (depth i: 1 + i). ``extra`` [M]: what a row costs besides, weighted.
+    """
 
     rows: Tensor
+    states: Tensor
+    readout: Callable[[Tensor], Tensor]
+    ahead: int
+    extra: Tensor | None = None
+    side: Side | None = None
+
+    @property
+    def logits(self) -> Tensor:
+        """All of them: [M, draft vocab]."""
+        return self.readout(self.states)
+
+
+@dataclass
+class Guess:
+    """What a head says of the tokens below n nodes: ``logits`` [n, draft vocab], read from ``states`` [n, width]."""
+
     logits: Tensor
+    states: Tensor
 
 
 def supervised(mask: Tensor, depths: int) -> list[Tensor]:
@@ -145,6 +184,19 @@ def supervised(mask: Tensor, depths: int) -> list[Tensor]:
         run = run & following
         maps.append(run)
     return maps
+
+
+def scores(ids: Tensor, mask: Tensor, seed: int) -> Tensor:
+    """A number in [0, 1) for every position of ``mask``, 1 elsewhere [batch, time]: for kinds that teach a sample of rows.
+
+    A line's numbers follow from the seed and its own masked tokens alone, not from its neighbours, its padding or the
+    process that holds it.
+    """
+    found = torch.ones(mask.shape)
+    for line, (own, where) in enumerate(zip(ids.cpu(), mask.cpu(), strict=True)):
+        generator = torch.Generator().manual_seed(zlib.crc32(own[where].numpy().tobytes(), seed & 0xFFFFFFFF))
+        found[line, where] = torch.rand(int(where.sum()), generator=generator)
+    return found.to(mask.device)
 
 
 class DraftHead(nn.Module, ABC):
@@ -164,6 +216,7 @@ class DraftHead(nn.Module, ABC):
             where = ".".join(map(str, ("options", *first["loc"])))
             raise UserError(f"the {self.kind} head's config has a wrong {where}: {first['msg']}.") from error
         self.register_buffer("target_ids", torch.arange(config.draft_vocab_size))
+        self.confidence = Confidence(self.width(config), config.depths) if config.confidence else None
 
     @classmethod
     @abstractmethod
@@ -171,7 +224,15 @@ class DraftHead(nn.Module, ABC):
         """The taps this kind reads when the recipe names none."""
 
     @classmethod
-    def create(cls, target: Target, options: BaseModel, taps: list[int] | None, depths: int, target_ids: Tensor) -> Self:
+    def create(
+        cls,
+        target: Target,
+        options: BaseModel,
+        taps: list[int] | None,
+        depths: int,
+        target_ids: Tensor,
+        confidence: bool = False,
+    ) -> Self:
         """A fresh head for a target. ``target_ids`` int64 [draft vocab] rising: the target's id of every draft id."""
         taps = cls.default_taps(target) if taps is None else taps
         target.check_taps(taps)
@@ -181,8 +242,9 @@ class DraftHead(nn.Module, ABC):
             taps=taps,
             depths=depths,
             draft_vocab_size=len(target_ids),
+            confidence=confidence,
             options=options.model_dump(),
-            layer=cls.layer_config(target),
+            layer=cls.layer_config(target, options),
         )
         head = cls(config)
         head.target_ids.copy_(target_ids)
@@ -190,23 +252,49 @@ class DraftHead(nn.Module, ABC):
         return head
 
     @classmethod
-    def layer_config(cls, target: Target) -> dict[str, Any]:
-        """The transformer layer this kind builds, as a Llama config; empty where it has none."""
+    def layer_config(cls, target: Target, options: Any) -> dict[str, Any]:
+        """The transformer layers this kind builds, as a transformers config; empty where it has none."""
         return {}
+
+    @classmethod
+    def width(cls, config: HeadConfig) -> int:
+        """The size of the states that logits are read from."""
+        return config.target.hidden_size
 
     @abstractmethod
     def initialize(self, target: Target) -> None:
         """Fill the fresh weights, as ``options.init`` says."""
 
-    @abstractmethod
-    def forward(
-        self, ids: Tensor, mask: Tensor, features: Features, target: Target, positions: Tensor | None = None
-    ) -> list[Depth]:
-        """The training forward over right-padded ids [batch, time] with the target's features: the logits of every depth.
+    def taught(self, ids: Tensor, mask: Tensor, seed: int) -> list[Tensor]:
+        """Which rows a training forward shall answer for: a bool map [batch, time] per depth, then one per side lesson.
 
-        ``positions`` [batch, time] restart at 0 with each sequence packed into a row, and no sequence may see another;
-        None: one sequence a row.
+        All supervised rows, unless the kind teaches a sample of them, drawn from ``seed`` by ``scores``. Never another row.
         """
+        return supervised(mask, self.config.depths)
+
+    @abstractmethod
+    def predict(
+        self, ids: Tensor, rows: list[Tensor], features: Features, target: Target, positions: Tensor | None = None
+    ) -> list[Depth]:
+        """The training forward over right-padded ids [batch, time] with the target's features: one Depth per map of ``rows``.
+
+        ``rows`` are the maps that ``taught`` gave. ``positions`` [batch, time] restart at 0 with each sequence packed into a
+        row, and no sequence may see another; None: one sequence a row. Noise and dropout only while ``self.training``.
+        """
+
+    def forward(self, judge: Callable[["DraftHead", list[Depth]], Judged], *args: Any) -> Judged:
+        """What ``judge`` makes of ``predict(*args)``. Logits are read out in here, where DDP and FSDP see it."""
+        return judge(self, self.predict(*args))
+
+    @contextmanager
+    def adapted(self, target: Target) -> Iterator[None]:
+        """Inside, the target is the one whose text this head's drafts keep: itself, unless the kind trains adapters on it."""
+        yield
+
+    @property
+    def adapts(self) -> bool:
+        """Whether this head changes its target, so that it is lossless only with respect to the adapted one."""
+        return False
 
     @property
     def deepest(self) -> int | None:
@@ -218,75 +306,33 @@ class DraftHead(nn.Module, ABC):
         """An empty decode-time state for one sequence."""
 
     @abstractmethod
-    def begin(self, state: Any, features: Features, tokens: Tensor, target: Target) -> Tensor:
-        """Catch up with newly committed rows: their features [rows, ...] and the token after each, ``tokens`` [rows].
+    def begin(self, state: Any, features: Features, ids: Tensor, target: Target) -> Guess:
+        """Catch up with newly committed rows: their features [rows, ...], and ``ids`` [rows + 1], their own tokens and the
+        one behind the last, so that row r has read ids[r] and is followed by ids[r + 1].
 
-        Returns the logits [1, draft vocab] of depth 0 behind the last row. One forward for all rows.
+        Returns the guess (n = 1) of depth 0 behind the last row. One forward for all rows.
         """
 
     @abstractmethod
-    def deepen(self, state: Any, nodes: list[int], tokens: Tensor, shape: Shape, target: Target) -> Tensor:
-        """Read the drafted ``tokens`` [n] of ``nodes``, all of one depth: the logits [n, draft vocab] of their children."""
+    def deepen(self, state: Any, nodes: list[int], tokens: Tensor, shape: Shape, target: Target) -> Guess:
+        """Read the drafted ``tokens`` [n] of ``nodes``, all of one depth: the guess of their children.
 
-    @torch.no_grad()
-    def draft(
-        self,
-        state: Any,
-        features: Features,
-        tokens: Tensor,
-        shape: Shape,
-        target: Target,
-        sampled: Sampling | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Draft:
-        """Draft a tree behind the last of the newly committed rows.
-
-        ``sampled`` None takes each node's most likely children; a Sampling draws them without replacement from the head's
-        own warped distribution and reports it as ``q``.
+        ``shape`` may grow from call to call behind the nodes it has.
         """
-        drafted = [0] * len(shape.parents)
-        q = torch.zeros(len(drafted) + 1, self.config.target.vocab_size) if sampled else None
-        frontier, logits = [0], self.begin(state, features, tokens, target)
-        for depth in range(max(shape.depths)):
-            self._choose(frontier, logits, shape, drafted, q, sampled, generator)
-            frontier = [node for node in shape.level(depth + 1) if shape.children(node)]
-            if frontier:
-                chosen = torch.tensor([drafted[node - 1] for node in frontier], device=target.device)
-                logits = self.deepen(state, frontier, chosen, shape, target)
-        return Draft(drafted, shape, q)
-
-    def _choose(
-        self,
-        nodes: list[int],
-        logits: Tensor,
-        shape: Shape,
-        drafted: list[int],
-        q: Tensor | None,
-        sampled: Sampling | None,
-        generator: torch.Generator | None,
-    ) -> None:
-        """Write the children of ``nodes`` (one row of logits each) into ``drafted``, and their distributions into ``q``."""
-        widths = [len(shape.children(node)) for node in nodes]
-        if sampled is None or q is None:
-            ranked = logits.topk(max(widths), dim=-1).indices if max(widths) > 1 else logits.argmax(-1, keepdim=True)
-        else:
-            probs = probabilities(logits, sampled).cpu()
-            noise = torch.empty_like(probs).exponential_(generator=generator)
-            ranked = (probs / noise).topk(max(widths), dim=-1).indices  # the exponential race draws without replacement
-            for node, row in zip(nodes, probs, strict=True):
-                q[node, self.target_ids.cpu()] = row
-        ids = self.target_ids[ranked.to(self.target_ids.device)].tolist()
-        for node, row in zip(nodes, ids, strict=True):
-            for rank, child in enumerate(shape.children(node)):
-                drafted[child - 1] = row[rank]
 
     # -- the head's directory ----------------------------------------------------------------------------------
 
     def save(self, directory: Path) -> None:
         """Write config.json and model.safetensors into an existing directory."""
         (directory / "config.json").write_text(self.config.model_dump_json(indent=2) + "\n")
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors().items()}
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of the head's directory: its state, tied tensors under their first name alone."""
+        first: dict[Any, str] = {}
+        state = self.state_dict(keep_vars=True)
+        return {name: tensor for name, tensor in state.items() if first.setdefault(id(tensor), name) == name}
 
 
 def read_config(directory: str | Path) -> HeadConfig:
@@ -312,7 +358,7 @@ def read_weights(head: DraftHead, directory: str | Path) -> None:
         tensors = load_file(path)
     except SafetensorError as error:
         raise UserError(f"{path} cannot be read ({error}): the head is not whole.") from error
-    expected = head.state_dict()
+    expected = head.tensors()
     odd = sorted(set(tensors) ^ set(expected))
     if odd:
         raise UserError(f"{path} and its config.json disagree about {odd[0]!r}: the head is not whole.")
@@ -325,7 +371,7 @@ def read_weights(head: DraftHead, directory: str | Path) -> None:
     ids = tensors["target_ids"]
     if ids[0] < 0 or ids[-1] >= head.config.target.vocab_size or (ids.diff() <= 0).any():
         raise UserError(f"{path}: target_ids do not rise within the target's vocabulary: the head is broken.")
-    head.load_state_dict(tensors)
+    head.load_state_dict(tensors, strict=False)  # the names agree; those of tied tensors are written once
 
 
 def check_target(config: HeadConfig, target: Target, force: bool = False) -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ..errors import UserError
 from ..target import Features, Target
-from .base import Depth, DraftHead, HeadConfig, Shape, move_taps, supervised
+from .base import Depth, DraftHead, Guess, HeadConfig, Shape, move_taps
 from .layers import (
     FeatureLayer,
     LlamaConfig,
@@ -83,7 +83,7 @@ class Eagle3Head(DraftHead):
         return move_taps((2, target.depth // 2, target.depth - 3), target.depth)
 
     @classmethod
-    def layer_config(cls, target: Target) -> dict:
+    def layer_config(cls, target: Target, options: Eagle3Options) -> dict:
         return llama_layer_config(target)
 
     @torch.no_grad()
@@ -107,8 +107,8 @@ class Eagle3Head(DraftHead):
             taps = torch.cat([norm(tap) for norm, tap in zip(self.fc_norm, taps.chunk(len(self.fc_norm), -1), strict=True)], -1)
         return self.fc(taps)
 
-    def forward(
-        self, ids: Tensor, mask: Tensor, features: Features, target: Target, positions: Tensor | None = None
+    def predict(
+        self, ids: Tensor, rows: list[Tensor], features: Features, target: Target, positions: Tensor | None = None
     ) -> list[Depth]:
         """Training-time test: step i reads the layer's own output of step i-1 and the embedding of x_{t+1+i}."""
         if positions is None:
@@ -118,7 +118,7 @@ class Eagle3Head(DraftHead):
         keys: list[Tensor] = []
         values: list[Tensor] = []
         depths = []
-        for step, rows in enumerate(supervised(mask, self.config.depths)):
+        for step, own in enumerate(rows):
             after = F.pad(after[:, 1:], (0, 1))  # x_{t+1+step} at index t
             entered, residual = self.layer.enter(target.embed(after).to(hidden.dtype), hidden)
             q, k, v = self.layer.self_attn.project(entered, self.rotary(entered, positions + step))
@@ -126,8 +126,8 @@ class Eagle3Head(DraftHead):
             values.append(v)
             hidden = self.layer.leave(residual, unrolled_attention(q, keys, values, seen))
             normed = self.norm(hidden)
-            flat = rows.flatten().nonzero().squeeze(1)
-            depths.append(Depth(flat, self.lm_head(normed.flatten(0, 1)[flat])))
+            flat = own.flatten().nonzero().squeeze(1)
+            depths.append(Depth(flat, normed.flatten(0, 1)[flat], self.lm_head, ahead=1 + step))
             if self.options.norm_output:
                 hidden = normed
         return depths
@@ -137,18 +137,18 @@ class Eagle3Head(DraftHead):
     def new_state(self) -> Eagle3State:
         return Eagle3State()
 
-    def begin(self, state: Eagle3State, features: Features, tokens: Tensor, target: Target) -> Tensor:
+    def begin(self, state: Eagle3State, features: Features, ids: Tensor, target: Target) -> Guess:
         if state.keys is not None and state.values is not None:  # forget the last round's drafted rows
             state.keys, state.values = state.keys[:, :, : state.committed], state.values[:, :, : state.committed]
-        rows = len(tokens)
-        seen = torch.ones(rows, state.committed + rows, dtype=torch.bool, device=tokens.device).tril(state.committed)
-        positions = torch.arange(state.committed, state.committed + rows, device=tokens.device)
-        fed_back, logits = self._run(state, self.fuse(features.taps), tokens, positions, seen, target, last_only=True)
+        tokens, rows = ids[1:], len(ids) - 1
+        seen = torch.ones(rows, state.committed + rows, dtype=torch.bool, device=ids.device).tril(state.committed)
+        positions = torch.arange(state.committed, state.committed + rows, device=ids.device)
+        fed_back, normed = self._run(state, self.fuse(features.taps), tokens, positions, seen, target, last_only=True)
         state.committed += rows
         state.hidden, state.slots = {0: fed_back}, []
-        return logits
+        return Guess(self.lm_head(normed), normed)
 
-    def deepen(self, state: Eagle3State, nodes: list[int], tokens: Tensor, shape: Shape, target: Target) -> Tensor:
+    def deepen(self, state: Eagle3State, nodes: list[int], tokens: Tensor, shape: Shape, target: Target) -> Guess:
         ancestors = [ancestry(node, shape) for node in nodes]
         state.slots += nodes
         drafted = [[slot in family for slot in state.slots] for family in ancestors]
@@ -156,9 +156,9 @@ class Eagle3Head(DraftHead):
         seen[:, state.committed :] = torch.tensor(drafted, device=tokens.device)
         positions = torch.tensor([state.committed - 1 + len(family) for family in ancestors], device=tokens.device)
         hidden = torch.cat([state.hidden[shape.parents[node - 1]] for node in nodes])
-        fed_back, logits = self._run(state, hidden, tokens, positions, seen, target)
+        fed_back, normed = self._run(state, hidden, tokens, positions, seen, target)
         state.hidden |= {node: fed_back[i : i + 1] for i, node in enumerate(nodes)}
-        return logits
+        return Guess(self.lm_head(normed), normed)
 
     def _run(
         self,
@@ -170,7 +170,7 @@ class Eagle3Head(DraftHead):
         target: Target,
         last_only: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """One forward of rows [n] behind the state's; returns what to feed back [n, hidden] and logits [n, draft vocab]."""
+        """One forward of rows [n] behind the state's; returns what to feed back and what to read out, both [n, hidden]."""
         entered, residual = self.layer.enter(target.embed(tokens).to(hidden.dtype)[None], hidden[None])
         q, k, v = self.layer.self_attn.project(entered, self.rotary(entered, positions[None]))
         state.keys = k if state.keys is None else torch.cat([state.keys, k], dim=2)
@@ -180,7 +180,7 @@ class Eagle3Head(DraftHead):
         mixed = F.scaled_dot_product_attention(q, state.keys, state.values, attn_mask=seen[None, None], enable_gqa=True)
         out = self.layer.leave(residual, mixed)[0]
         normed = self.norm(out)
-        return normed if self.options.norm_output else out, self.lm_head(normed)
+        return normed if self.options.norm_output else out, normed
 
 
 def ancestry(node: int, shape: Shape) -> set[int]:

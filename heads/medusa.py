@@ -1,5 +1,6 @@
 """Medusa-1 (Cai et al., 2401.10774): K heads beside the output head, each a few residual blocks on the last hidden state."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 
 from ..errors import UserError
 from ..target import Features, Target
-from .base import Depth, DraftHead, HeadConfig, Shape, supervised
+from .base import Depth, DraftHead, Guess, HeadConfig, Shape
 
 
 class MedusaOptions(BaseModel):
@@ -74,18 +75,22 @@ class MedusaHead(DraftHead):
             for lm_head in self.lm_heads:
                 lm_head.weight.copy_(rows)
 
-    def depth_logits(self, depth: int, last: Tensor, target: Target) -> Tensor:
-        """Head ``depth`` on last hidden states [..., hidden] -> [..., draft vocab]."""
-        hidden = self.blocks[depth](last.to(next(self.parameters()).dtype))
-        return self.lm_heads[depth](hidden) if self.options.lm_head == "own" else target.logits(hidden)
+    def guess(self, depth: int, last: Tensor, target: Target) -> Guess:
+        """Head ``depth`` on last hidden states [n, hidden]."""
+        states = self.blocks[depth](last.to(next(self.parameters()).dtype))
+        return Guess(self.readout(depth, target)(states), states)
 
-    def forward(
-        self, ids: Tensor, mask: Tensor, features: Features, target: Target, positions: Tensor | None = None
+    def readout(self, depth: int, target: Target) -> Callable[[Tensor], Tensor]:
+        return self.lm_heads[depth] if self.options.lm_head == "own" else target.logits
+
+    def predict(
+        self, ids: Tensor, rows: list[Tensor], features: Features, target: Target, positions: Tensor | None = None
     ) -> list[Depth]:
         depths = []
-        for depth, rows in enumerate(supervised(mask, self.config.depths)):
-            flat = rows.flatten().nonzero().squeeze(1)
-            depths.append(Depth(flat, self.depth_logits(depth, features.last.flatten(0, 1)[flat], target)))
+        for depth, own in enumerate(rows):
+            flat = own.flatten().nonzero().squeeze(1)
+            last = features.last.flatten(0, 1)[flat].to(next(self.parameters()).dtype)
+            depths.append(Depth(flat, self.blocks[depth](last), self.readout(depth, target), ahead=1 + depth))
         return depths
 
     # -- drafting ----------------------------------------------------------------------------------------------
@@ -97,10 +102,11 @@ class MedusaHead(DraftHead):
     def new_state(self) -> MedusaState:
         return MedusaState()
 
-    def begin(self, state: MedusaState, features: Features, tokens: Tensor, target: Target) -> Tensor:
+    def begin(self, state: MedusaState, features: Features, ids: Tensor, target: Target) -> Guess:
         state.last = features.last[-1:]
-        return self.depth_logits(0, state.last, target)
+        return self.guess(0, state.last, target)
 
-    def deepen(self, state: MedusaState, nodes: list[int], tokens: Tensor, shape: Shape, target: Target) -> Tensor:
+    def deepen(self, state: MedusaState, nodes: list[int], tokens: Tensor, shape: Shape, target: Target) -> Guess:
         assert state.last is not None, "begin comes first"
-        return self.depth_logits(shape.depths[nodes[0]], state.last, target).expand(len(nodes), -1)
+        guess = self.guess(shape.depths[nodes[0]], state.last, target)
+        return Guess(guess.logits.expand(len(nodes), -1), guess.states.expand(len(nodes), -1))

@@ -55,6 +55,7 @@ class HeadSection(Section):
     taps: list[int] | None = Field(default=None, description="null: the kind's default")
     depths: int = Field(default=3, ge=1, description="depths trained: steps of training-time test, or Medusa heads")
     draft_vocab: int | None = Field(default=None, ge=1, description="null: the target's whole vocabulary")
+    confidence: bool = Field(default=False, description="train an estimate of every draft's acceptance beside the head")
     options: dict[str, Any] = Field(default={}, description="the kind's own options")
 
     @model_validator(mode="after")

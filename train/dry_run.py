@@ -102,9 +102,9 @@ def head_of(recipe: Recipe, target: Target) -> DraftHead:
     if size > target.vocab_size:
         raise UserError(f"draft vocabulary of {size} is larger than the target's {target.vocab_size}: lower head.draft_vocab.")
     with torch.device("meta"):
-        return kind.create(
-            target, kind.Options.model_validate(recipe.head.options), recipe.head.taps, recipe.head.depths, torch.arange(size)
-        )
+        section = recipe.head
+        options = kind.Options.model_validate(section.options)
+        return kind.create(target, options, section.taps, section.depths, torch.arange(size), section.confidence)
 
 
 def parameters(module: torch.nn.Module) -> int:

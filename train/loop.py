@@ -28,16 +28,16 @@ from ..data.store import Store
 from ..data.tally import Tally
 from ..data.vocab import DraftVocabulary, choose, count_tokens, holding, special_ids
 from ..errors import UserError
-from ..heads.base import DraftHead, supervised
+from ..heads.base import DraftHead
 from ..heads.kinds import KINDS, load_head
 from ..outputs import new_directory, refuse_existing
 from ..recipes.schema import Recipe
 from ..target import Target
 from . import checkpoints
 from .metrics import DepthSums
-from .objectives import LOSSES
+from .objectives import Objective
 from .provenance import write_run
-from .step import depth_sums
+from .step import judged
 
 MISMATCH = 0.8  # the verifier's τ may fall this far below the simulated one on a few prompts by chance
 
@@ -68,9 +68,9 @@ def train(recipe: Recipe, score: Score | None = None, resume: bool = False, forc
     with Progress("training", run.steps, done=done, show=accelerator.is_main_process) as bar:
         sums = DepthSums.zeros(recipe.head.depths, accelerator.device)
         for step in range(done + 1, run.steps + 1):
-            sums.add(run.advance(run.global_batch(step - 1)))
+            sums.add(run.advance(step, run.global_batch(step - 1)))
             if step % recipe.train.log_every == 0 or step == run.steps:
-                report = sums.reduced(accelerator).report(run.weights)
+                report = sums.reduced(accelerator).report(run.shares)
                 lost = {"damaged_rows": run.train.lost} if run.train.lost else {}
                 log.write({"step": step, "lr": run.lr, "padding": run.padding(), **lost, **report}, "train")
                 sums = DepthSums.zeros(recipe.head.depths, accelerator.device)
@@ -131,10 +131,13 @@ class Run:
     lr: float = 0.0  # of the last step
 
     @property
-    def weights(self) -> torch.Tensor:
-        """The weight of every depth's loss [depths]."""
-        depths = torch.arange(self.recipe.head.depths, device=self.accelerator.device, dtype=torch.float32)
-        return self.recipe.objective.depth_decay**depths
+    def objective(self) -> Objective:
+        return Objective(**self.recipe.objective.model_dump())
+
+    @property
+    def shares(self) -> torch.Tensor:
+        """The weight of every depth's mean loss [depths]."""
+        return self.objective.shares(self.recipe.head.depths)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -167,19 +170,18 @@ class Run:
                 batch.mask.zero_()
             yield batch
 
-    def advance(self, rows: list[int]) -> DepthSums:
+    def advance(self, step: int, rows: list[int]) -> DepthSums:
         """One optimizer step over one global batch.
 
-        Every depth's loss is divided by its count of supervised rows in the whole global batch, so neither padding, nor
+        Every depth's loss is divided by its count of taught rows in the whole global batch, so neither padding, nor
         the cut into micro-batches and processes, nor the number of depths moves the learning rate. A batch without any
         is no step.
         """
         batches = list(self.micro_batches(self.train, rows))
-        depths = self.recipe.head.depths
-        own = [torch.stack([rows.sum() for rows in supervised(batch.mask, depths)]) for batch in batches]
+        taught = [self.taught(batch, step) for batch in batches]
+        own = [torch.stack([maps.sum() for maps in each]) for each in taught]
         counts = torch.as_tensor(self.accelerator.reduce(torch.stack(own).sum(0), reduction="sum"))
-        weights = self.weights / self.weights.sum() / counts.clamp_min(1)
-        sums = DepthSums.zeros(depths, self.accelerator.device)
+        sums = DepthSums.zeros(self.recipe.head.depths, self.accelerator.device)
         self.tokens += sum(batch.tokens for batch in batches)
         self.slots += sum(batch.ids.numel() for batch in batches)
         if not counts.any():
@@ -188,22 +190,23 @@ class Run:
         for i, batch in enumerate(batches):
             last = i == len(batches) - 1
             with self.accelerator.autocast(), nullcontext() if last else self.accelerator.no_sync(self.head):
-                losses, seen = self.losses(batch)
+                loss, seen = judged(self.head, batch, self.target, self.objective, taught[i], counts)
                 # DDP and FSDP average gradients over processes; the sum is what is wanted
-                self.accelerator.backward((losses * weights).sum() * self.accelerator.num_processes)
+                self.accelerator.backward(loss * self.accelerator.num_processes)
             sums.add(seen)
         norm = self.accelerator.clip_grad_norm_(self.head.parameters(), self.recipe.train.clip)
         if not torch.isfinite(torch.as_tensor(norm)):
             raise RuntimeError(f"the gradient norm is {norm}: rows {rows} give no finite loss")
-        (self.lr,) = self.scheduler.get_last_lr()
+        (self.lr,) = set(self.scheduler.get_last_lr())
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
         return sums
 
-    def losses(self, batch: FeatureBatch) -> tuple[torch.Tensor, DepthSums]:
-        target_ids = self.vocabulary.target_ids.to(self.accelerator.device)
-        return depth_sums(self.head, batch, self.target, target_ids, LOSSES[self.recipe.objective.loss])
+    def taught(self, batch: FeatureBatch, step: int) -> list[torch.Tensor]:
+        """The rows of a batch that this step teaches, map by map; a kind that samples draws anew at every step."""
+        head: DraftHead = self.accelerator.unwrap_model(self.head)
+        return head.taught(batch.ids, batch.mask, self.recipe.train.seed + step)
 
     @torch.no_grad()
     def held_out_sums(self) -> DepthSums:
@@ -215,7 +218,7 @@ class Run:
             for first in range(0, len(rows), size):
                 for batch in self.micro_batches(self.held_out, rows[first : first + size]):
                     with self.accelerator.autocast():
-                        sums.add(self.losses(batch)[1])
+                        sums.add(judged(self.head, batch, self.target, self.objective, self.taught(batch, 0))[1])
                 bar.advance(size)
         self.head.train()
         return sums
@@ -253,16 +256,16 @@ def prepare(recipe: Recipe, accelerator: Accelerator, out: Path, resume: bool) -
         kind = KINDS[recipe.head.kind]
         options = kind.Options.model_validate(recipe.head.options)
         torch.manual_seed(recipe.train.seed)
-        head = kind.create(target, options, recipe.head.taps, recipe.head.depths, vocabulary.target_ids)
+        section = recipe.head
+        head = kind.create(target, options, section.taps, section.depths, vocabulary.target_ids, section.confidence)
     if accelerator.is_main_process:
         for part, tally in tallies.items():
             tally.warn()
             note(f"{part}: {tally.sentence()}" if tally.read else f"{part}: {len(examples)} rows of {recipe.data.store}")
         share_inside = f"covers {vocabulary.coverage:.2%} of the supervised tokens"
         note(f"draft vocabulary {len(vocabulary.d2t)} of {target.vocab_size}: {share_inside}")
-    optimizer = torch.optim.AdamW(
-        head.parameters(), lr=recipe.train.lr, betas=recipe.train.betas, weight_decay=recipe.train.weight_decay
-    )
+    trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=recipe.train.lr, betas=recipe.train.betas, weight_decay=recipe.train.weight_decay)
     wrapped, optimizer = accelerator.prepare(head, optimizer)
     width = recipe.data.max_length if recipe.data.pack else None
     if store:
@@ -337,7 +340,7 @@ def count_everywhere(examples: Sequence[Encoded], vocab_size: int, accelerator: 
 def evaluate(run: Run, step: int, best: float | None, score: Score | None, log: "Log") -> float:
     """Held-out loss and simulated τ, τ by the verifier; saves the head when it is the best yet. Returns the best τ."""
     began = time.perf_counter()
-    report = run.held_out_sums().reduced(run.accelerator).report(run.weights)
+    report = run.held_out_sums().reduced(run.accelerator).report(run.shares)
     head = run.snapshot()
     if head is not None:
         if score is not None:

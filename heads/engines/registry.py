@@ -12,8 +12,9 @@ from ...errors import UserError
 from ...outputs import new_directory
 from ...target import Target
 from ..base import DraftHead, check_target
+from ..layouts.layout import Layout
 from . import speculators, vllm
-from .layout import Engine, Layout
+from .engine import Engine
 
 ENGINES: dict[str, Engine] = {
     "vllm": vllm.ENGINE,
@@ -47,27 +48,30 @@ def export(head: DraftHead, target: Target, engine: str, out: str | Path, draft_
     check_finite(tensors)
     with new_directory(out, force) as partial:
         (partial / "config.json").write_text(json.dumps(layout.config(head, target, draft_length), indent=2) + "\n")
-        save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+        save_file(tensors, partial / layout.file, metadata={"format": "pt"})
+        if layout.beside:
+            layout.beside(head, target, partial)
         compare(head.to(target.device), read(engine, head.kind, partial, target), target)
     return out
 
 
 def read(engine: str, kind: str, directory: str | Path, target: Target) -> DraftHead:
     """The head that an exported directory holds, by the layout's rules; UserError where it breaks them."""
-    config, tensors = read_files(Path(directory))
+    layout = find_layout(kind, engine)
+    config, tensors = read_files(Path(directory), layout.file)
     try:
-        return find_layout(kind, engine).rebuild(config, tensors, target)
+        return layout.rebuild(config, tensors, target)
     except (KeyError, TypeError, IndexError) as error:
         raise UserError(
             f"{directory} is no {engine} directory of an {kind} head ({error!r}): export the head again."
         ) from error
 
 
-def read_files(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    for name in ("config.json", "model.safetensors"):
+def read_files(directory: Path, file: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    for name in ("config.json", file):
         if not (directory / name).is_file():
             raise UserError(f"{directory} has no {name}: it is no whole export.")
-    return json.loads((directory / "config.json").read_text()), load_file(directory / "model.safetensors")
+    return json.loads((directory / "config.json").read_text()), load_file(directory / file)
 
 
 def find_layout(kind: str, engine: str) -> Layout:
@@ -109,7 +113,9 @@ def compare(head: DraftHead, again: DraftHead, target: Target) -> None:
     shape = (1, min(target.max_positions, depths + 12))
     ids = torch.randint(target.vocab_size, shape, generator=generator).to(target.device)
     mask = torch.ones_like(ids, dtype=torch.bool)
-    ours, theirs = (one.forward(ids, mask, target.features(ids, one.config.taps), target) for one in (head, again))
+    ours, theirs = (
+        one.predict(ids, one.taught(ids, mask, 0), target.features(ids, one.config.taps), target) for one in (head, again)
+    )
     equal = [torch.equal(a.logits, b.logits) for a, b in zip(ours, theirs, strict=False)]
     if not equal or not all(equal) or not torch.equal(head.target_ids, again.target_ids):
         raise RuntimeError(f"the export does not read back as the {head.kind} head it was made from: please report this")

@@ -79,6 +79,10 @@ class EmptyOptions(BaseModel):
     pass
 
 
+def guess(logits: Tensor) -> Guess:
+    return Guess(logits, logits)
+
+
 class TestDraftHead(DraftHead):
     """A head for tests: ``begin`` and ``deepen`` come from a function of (rows committed, drafted path) to logits [V]."""
 
@@ -96,7 +100,7 @@ class TestDraftHead(DraftHead):
 
     def initialize(self, target: Target) -> None: ...
 
-    def forward(self, *_: Any) -> list:
+    def predict(self, *_: Any) -> list:
         return []
 
     def logits(self, committed: list[int], path: list[int]) -> Tensor:
@@ -105,18 +109,19 @@ class TestDraftHead(DraftHead):
     def new_state(self) -> dict:
         return {"committed": [], "paths": {}}
 
-    def begin(self, state: dict, features: Features, tokens: Tensor, target: Target) -> Tensor:
-        assert len(features.last) == len(tokens)  # every committed row comes once, with the token behind it
-        state["committed"] += tokens.tolist()
+    def begin(self, state: dict, features: Features, ids: Tensor, target: Target) -> Guess:
+        assert len(features.last) == len(ids) - 1  # every committed row comes once, with the token behind it
+        assert state["committed"][-1:] in ([], ids[:1].tolist())
+        state["committed"] += ids[1:].tolist()
         state["paths"] = {0: []}
-        return self.logits(state["committed"], [])[self.target_ids][None]
+        return guess(self.logits(state["committed"], [])[self.target_ids][None])
 
-    def deepen(self, state: dict, nodes: list[int], tokens: Tensor, shape: Shape, target: Target) -> Tensor:
+    def deepen(self, state: dict, nodes: list[int], tokens: Tensor, shape: Shape, target: Target) -> Guess:
         rows = []
         for node, token in zip(nodes, tokens.tolist(), strict=True):
             state["paths"][node] = [*state["paths"][shape.parents[node - 1]], token]
             rows.append(self.logits(state["committed"], state["paths"][node])[self.target_ids])
-        return torch.stack(rows)
+        return guess(torch.stack(rows))
 
 
 class Oracle(TestDraftHead):

@@ -27,41 +27,17 @@ from draftsmith.data.conversations import Conversation
 from draftsmith.data.features import FeatureBatch, OnlineFeatures
 from draftsmith.errors import UserError
 from draftsmith.eval.tree import chain, full
-from draftsmith.heads.base import DraftHead, Shape, check_target, move_taps, supervised
+from draftsmith.heads.base import Depth, DraftHead, Shape, check_target, move_taps, supervised
+from draftsmith.heads.drafting import draft
 from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.kinds import KINDS, load_head
 from draftsmith.heads.layers import FeatureLayer, LlamaRotaryEmbedding, causal, unrolled_attention
 from draftsmith.target import Target
-from draftsmith.train.objectives import LOSSES
-from draftsmith.train.step import depth_sums
+from draftsmith.train.metrics import DepthSums
+from draftsmith.train.objectives import LOSSES, Objective
+from draftsmith.train.step import judged
 
-DEPTHS, DRAFT_VOCAB = 4, 48
-RANDOM = {"init_layer": "random", "init_lm_head": "random"}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "eagle3": ("eagle3", RANDOM),
-    "eagle3-norm-before-residual": ("eagle3", RANDOM | {"norm_before_residual": True}),
-    "eagle3-norm-before-fc": ("eagle3", RANDOM | {"norm_before_fc": True}),
-    "eagle3-fc-norm": ("eagle3", RANDOM | {"fc_norm": True}),
-    "eagle3-norm-output": ("eagle3", RANDOM | {"norm_output": True}),
-    "eagle3-3.1": ("eagle3", RANDOM | {"fc_norm": True, "norm_output": True, "norm_before_residual": True}),
-    "eagle3-warm": ("eagle3", {}),
-    "medusa-own": ("medusa", {"lm_head": "own", "blocks": 2}),
-    "medusa-shared": ("medusa", {"lm_head": "shared"}),
-}
-
-
-def make_head(target: Target, case: str, depths: int = DEPTHS, taps: list[int] | None = None) -> DraftHead:
-    """A head whose every weight is random, norms included, so that nothing is accidentally an identity."""
-    kind, options = CASES[case]
-    size = target.vocab_size if options.get("lm_head") == "shared" else DRAFT_VOCAB
-    torch.manual_seed(0)
-    target_ids = torch.randperm(target.vocab_size)[:size].sort().values
-    head = KINDS[kind].create(target, KINDS[kind].Options.model_validate(options), taps, depths, target_ids)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
-    return head.eval()
-
+from heads.cases import CASES, DEPTHS, make_head
 
 @pytest.fixture(params=list(CASES))
 def head(request: pytest.FixtureRequest, tiny_target: Target) -> DraftHead:
@@ -76,12 +52,25 @@ def batch_of(target: Target, head: DraftHead, ids: Tensor, mask: Tensor) -> Feat
     return FeatureBatch(ids, mask, target.features(ids, head.config.taps), None, ids.numel())
 
 
+def predicted(head: DraftHead, ids: Tensor, mask: Tensor, target: Target) -> list[Depth]:
+    """The depths of a training forward, side lessons left out."""
+    found = head.predict(ids, head.taught(ids, mask, 0), target.features(ids, head.config.taps), target)
+    return [depth for depth in found if depth.side is None]
+
+
+def lesson(head: DraftHead, batch: FeatureBatch, target: Target, loss: str = "kl") -> tuple[Tensor, DepthSums]:
+    """The loss summed over rows, with gradients, and the sums per depth."""
+    rows = head.taught(batch.ids, batch.mask, 0)
+    return judged(head, batch, target, Objective(loss, depth_decay=1.0), rows, torch.ones(len(rows)))
+
+
 def losses(head: DraftHead, batch: FeatureBatch, target: Target, loss: str = "kl") -> Tensor:
-    return depth_sums(head, batch, target, head.target_ids, LOSSES[loss])[0]
+    """The loss summed over rows; depths, side lessons and what rows cost besides in one number."""
+    return lesson(head, batch, target, loss)[0]
 
 
 def gradients(head: DraftHead, value: Tensor) -> dict[str, Tensor]:
-    named = dict(head.named_parameters())
+    named = {name: parameter for name, parameter in head.named_parameters() if parameter.requires_grad}
     return dict(zip(named, torch.autograd.grad(value, list(named.values())), strict=True))
 
 
@@ -104,7 +93,7 @@ def test_a_row_shorter_than_the_depths_is_supervised_where_it_can_be() -> None:
 
 def test_case_02_the_head_answers_for_these_rows_alone(tiny_target: Target, head: DraftHead) -> None:
     ids = torch.arange(10, 20)[None]
-    depths = head(ids, REPLY, tiny_target.features(ids, head.config.taps), tiny_target)
+    depths = predicted(head, ids, REPLY, tiny_target)
     assert [depth.rows.tolist() for depth in depths] == [list(range(3, 7 - k)) for k in range(DEPTHS)]
     assert [len(depth.logits) for depth in depths] == [4, 3, 2, 1]
 
@@ -115,7 +104,7 @@ def test_case_02_gradient_probe(tiny_target: Target, head: DraftHead, loss: str)
     batch = batch_of(tiny_target, head, torch.arange(10, 20)[None], REPLY)
     read = batch.features.taps if head.config.taps else batch.features.last
     read.requires_grad_()
-    losses(head, batch, tiny_target, loss).sum().backward()
+    losses(head, batch, tiny_target, loss).backward()
     assert read.grad is not None
     seen = read.grad[0].abs().amax(-1) > 0
     assert seen[3:7].all() and not seen[7:].any()
@@ -150,8 +139,8 @@ def test_a_two_turn_chat_teaches_exactly_these_pairs(tiny_target: Target) -> Non
 def test_case_03_a_batch_without_supervised_rows(tiny_target: Target, head: DraftHead, loss: str) -> None:
     ids = random_ids(2, 12)
     value = losses(head, batch_of(tiny_target, head, ids, torch.zeros(2, 12, dtype=torch.bool)), tiny_target, loss)
-    assert value.tolist() == [0.0] * DEPTHS and value.requires_grad
-    for name, gradient in gradients(head, value.sum()).items():
+    assert value.item() == 0 and value.requires_grad
+    for name, gradient in gradients(head, value).items():
         assert gradient.eq(0).all(), name
 
 
@@ -170,11 +159,11 @@ def test_case_18_a_batch_is_the_sum_of_its_rows(tiny_target: Target, head: Draft
         ids[row, length:], mask[row, length:] = 0, False
     together = losses(head, batch_of(tiny_target, head, ids, mask), tiny_target)
     rows = [batch_of(tiny_target, head, ids[r : r + 1, :n], mask[r : r + 1, :n]) for r, n in enumerate(lengths)]
-    alone = torch.stack([losses(head, row, tiny_target) for row in rows]).sum(0)
-    assert (together > 0).all()
+    alone = torch.stack([losses(head, row, tiny_target) for row in rows]).sum()
+    assert together > 0
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
-    summed = gradients(head, alone.sum())
-    for name, gradient in gradients(head, together.sum()).items():
+    summed = gradients(head, alone)
+    for name, gradient in gradients(head, together).items():
         torch.testing.assert_close(gradient, summed[name], atol=1e-5 * max(1, float(gradient.abs().max())), rtol=0)
 
 
@@ -194,12 +183,13 @@ def drafted_logits(
 ) -> list[Tensor]:
     """One round: commit ``rows``, then draft along the data behind the last. The logits of every depth on the data's path."""
     t = rows[-1]
-    found = [head.begin(state, features.rows((0, slice(rows.start, rows.stop))), ids[rows.start + 1 : t + 2], target)[0]]
+    begun = head.begin(state, features.rows((0, slice(rows.start, rows.stop))), ids[rows.start : t + 2], target)
+    found = [begun.logits[0]]
     own = [0]
     for level in range(1, max(shape.depths)):
         own.append(shape.children(own[-1])[-1])  # the worst sibling is the data's, so that the others come before it
         nodes, tokens = fed_tokens(shape, level, own, ids[t + 1 + level])
-        logits = head.deepen(state, nodes, tokens, shape, target)
+        logits = head.deepen(state, nodes, tokens, shape, target).logits
         found.append(logits[nodes.index(own[-1])])
     return found
 
@@ -210,7 +200,7 @@ def test_the_training_forward_is_the_draft(tiny_target: Target, head: DraftHead,
     """Row t at depth i of the training forward = the cached draft behind row t on the data's tokens, in every round."""
     ids = random_ids(1, 24)
     features = tiny_target.features(ids, head.config.taps)
-    trained = head(ids, torch.ones(1, 24, dtype=torch.bool), features, tiny_target)
+    trained = predicted(head, ids, torch.ones(1, 24, dtype=torch.bool), tiny_target)
     state = head.new_state()
     for rows in (range(0, 7), range(7, 8), range(8, 11), range(11, 13), range(13, 18)):
         drafted = drafted_logits(head, state, features, ids[0], rows, shape, tiny_target)
@@ -223,7 +213,7 @@ def test_the_training_forward_is_the_draft(tiny_target: Target, head: DraftHead,
 def test_the_drafts_depths_differ(tiny_target: Target, head: DraftHead) -> None:
     """The parity above means something: no two depths of a random head agree."""
     ids = random_ids(1, 24)
-    depths = head(ids, torch.ones(1, 24, dtype=torch.bool), tiny_target.features(ids, head.config.taps), tiny_target)
+    depths = predicted(head, ids, torch.ones(1, 24, dtype=torch.bool), tiny_target)
     for one, other in pairwise(depths):
         assert (one.logits[: len(other.logits)] - other.logits).abs().max() > 0.1
 
@@ -274,8 +264,8 @@ def test_packed_sequences_cost_what_they_cost_alone(tiny_target: Target, head: D
         source = OnlineFeatures(tiny_target, examples, head.config.taps, width=width)
         batch = source.batch([0, 1, 2, 3, 4])
         assert (batch.ids.shape, batch.tokens) == ((5, 20) if width is None else (2, 34), 63)
-        value, sums = depth_sums(head, batch, tiny_target, head.target_ids, LOSSES[loss])
-        seen.append((value, sums, gradients(head, value.sum())))
+        value, sums = lesson(head, batch, tiny_target, loss)
+        seen.append((value, sums, gradients(head, value)))
     (apart, sums, slopes), (packed, packed_sums, packed_slopes) = seen
     torch.testing.assert_close(packed, apart, rtol=1e-5, atol=1e-5)
     for name in ("right", "prefix", "rows"):
@@ -295,11 +285,11 @@ def test_a_saved_head_is_the_same_head(tiny_target: Target, head: DraftHead, tmp
     ids = random_ids(1, 20)
     features = tiny_target.features(ids, head.config.taps)
     mask = torch.ones(1, 20, dtype=torch.bool)
-    for ours, theirs in zip(head(ids, mask, features, tiny_target), loaded(ids, mask, features, tiny_target), strict=True):
+    for ours, theirs in zip(*(predicted(h, ids, mask, tiny_target) for h in (head, loaded)), strict=True):
         assert torch.equal(ours.logits, theirs.logits)
     shape = full([2, 1, 1])
     begun = features.rows((0, slice(0, 9)))
-    drafts = [h.draft(h.new_state(), begun, ids[0, 1:10], shape, tiny_target).tokens for h in (head, loaded)]
+    drafts = [draft(h, h.new_state(), begun, ids[0, :10], shape, tiny_target).tokens for h in (head, loaded)]
     assert drafts[0] == drafts[1]
 
 
@@ -409,7 +399,7 @@ def test_case_13_the_heads_layer_has_the_targets_head_dim(kv_heads: int | None) 
     assert layer.self_attn.k_proj.weight.shape == ((kv_heads or 4) * dim, 64)
     ids = random_ids(1, 12)
     value = losses(head, batch_of(target, head, ids, torch.ones(1, 12, dtype=torch.bool)), target)
-    assert all(gradient.isfinite().all() and gradient.any() for gradient in gradients(head, value.sum()).values())
+    assert all(gradient.isfinite().all() and gradient.any() for gradient in gradients(head, value).values())
 
 
 LLAMA3: dict[str, Any] = {

@@ -12,8 +12,8 @@ from draftsmith.eval.verifier import generate
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.kinds import KINDS, load_head
 from draftsmith.target import Target
-from draftsmith.train.objectives import LOSSES
-from draftsmith.train.step import depth_sums
+from draftsmith.train.objectives import Objective
+from draftsmith.train.step import judged
 
 DEPTHS, NEW = 3, 26
 PROMPT = [1, 40, 41, 42, 43, 2, 101, 1, 60, 61]
@@ -43,14 +43,14 @@ def learn_by_heart(target: Target, text: list[int], case: str) -> DraftHead:
     batch = FeatureBatch(
         ids, (torch.arange(len(ids[0])) >= len(PROMPT))[None], target.features(ids, head.config.taps), None, ids.numel()
     )
-    optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=3e-3)
     for _ in range(1500):
-        losses, sums = depth_sums(head, batch, target, head.target_ids, LOSSES[loss])
+        cost, sums = judged(head, batch, target, Objective(loss, depth_decay=1.0), head.taught(batch.ids, batch.mask, 0))
         if torch.equal(sums.right, sums.rows):
-            assert sums.report(torch.ones(DEPTHS))["tau_sim"] == 1 + DEPTHS
+            assert sums.report(torch.ones(DEPTHS) / DEPTHS)["tau_sim"] == 1 + DEPTHS
             return head.eval()
         optimizer.zero_grad()
-        (losses / sums.rows).sum().backward()
+        cost.backward()
         optimizer.step()
     raise AssertionError(f"not learned: {sums.right / sums.rows}")
 

@@ -1,7 +1,8 @@
-"""What an engine's layout is: a config.json and named tensors made from a head, and the way back."""
+"""What a published layout is: a config.json and named tensors made from a head, and the way back."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,11 +13,12 @@ from ...target import Target
 from ..base import DraftHead, HeadConfig, TargetIdentity
 
 FORMAT = 1  # of the "draftsmith" block below
+SPECULATORS_VERSION = "0.9.0"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How an engine stores heads of one kind. All three work in memory; the registry does the files.
+    """How heads of one kind are stored for an engine. The three functions work in memory; engines/registry.py does the files.
 
     ``config(head, target, draft_length)`` is config.json, ``tensors(head, target)`` is model.safetensors,
     ``rebuild(config, tensors, target)`` makes the head again by the layout's rules alone and refuses anything odd.
@@ -26,15 +28,9 @@ class Layout:
     tensors: Callable[[DraftHead, Target], dict[str, Tensor]]
     rebuild: Callable[[dict[str, Any], dict[str, Tensor], Target], DraftHead]
     method: str  # what the engine calls it
-    served: bool  # whether scripts/serving_parity.py loads it in the engine itself
-
-
-@dataclass(frozen=True)
-class Engine:
-    """An engine's layouts by head kind, and why it has no others, as the rest of a sentence."""
-
-    layouts: dict[str, Layout]
-    others: str
+    served: bool = False  # whether scripts/serving_parity.py loads it in the engine itself
+    file: str = "model.safetensors"
+    beside: Callable[[DraftHead, Target, Path], None] | None = None  # writes what else the directory holds
 
 
 def provenance(head: DraftHead, draft_length: int) -> dict[str, Any]:
@@ -46,6 +42,21 @@ def provenance(head: DraftHead, draft_length: int) -> dict[str, Any]:
         "draft_length": draft_length,
         "target": target.name,
         "target_fingerprint": target.fingerprint,
+    }
+
+
+def speculators_block(kind: str, head: DraftHead, target: Target, draft_length: int) -> dict[str, Any]:
+    """What every config of the speculators format begins with. There must be no top-level ``model_type``."""
+    proposal = {"proposal_type": "greedy", "speculative_tokens": draft_length, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    return {
+        "speculators_model_type": kind,
+        "speculators_version": SPECULATORS_VERSION,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": target.name, "architectures": [head.config.target.architecture]},
+        },
     }
 
 
@@ -99,3 +110,34 @@ def make_head(
     head.to(dtypes.pop() if len(dtypes) == 1 else torch.float32)
     head.load_state_dict({**tensors, "target_ids": target_ids})
     return head.to(target.device).eval()
+
+
+def llama_config(head: DraftHead, target: Target) -> dict[str, Any]:
+    """The head's layer; RoPE in the flat keys that engines read and the nested one that transformers 5 writes."""
+    rope = head.config.layer["rope_parameters"]
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    return {
+        "model_type": "llama",
+        **head.config.layer,
+        "rope_theta": float(rope["rope_theta"]),
+        "rope_scaling": None if rope["rope_type"] == "default" else scaling,
+        "num_aux_hidden_states": len(head.config.taps),
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": getattr(target.config, "bos_token_id", None),
+        "eos_token_id": getattr(target.config, "eos_token_id", None),
+        **dtype_names(target),
+    }
+
+
+@torch.no_grad()
+def embedding_tensors(target: Target) -> dict[str, Tensor]:
+    """embed_tokens.weight [vocab, hidden] where the target's embedding is more than a look-up of its weight."""
+    looked_up = target.embed(torch.arange(target.vocab_size, device=target.device))
+    plain = torch.equal(looked_up, target.embed.get_parameter("weight")[: target.vocab_size])
+    return {} if plain else {"embed_tokens.weight": looked_up.cpu().contiguous()}
+
+
+def same(ours: Tensor | None, theirs: Tensor | None) -> bool:
+    return ours is theirs if ours is None or theirs is None else torch.equal(ours, theirs)

@@ -1,0 +1,36 @@
+"""The conformance table: every kind, with the options under which each of its parts is at work."""
+
+from typing import Any
+
+import torch
+
+from draftsmith.heads.base import DraftHead
+from draftsmith.heads.kinds import KINDS
+from draftsmith.target import Target
+
+DEPTHS, DRAFT_VOCAB = 4, 48
+RANDOM = {"init_layer": "random", "init_lm_head": "random"}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "eagle3": ("eagle3", RANDOM),
+    "eagle3-norm-before-residual": ("eagle3", RANDOM | {"norm_before_residual": True}),
+    "eagle3-norm-before-fc": ("eagle3", RANDOM | {"norm_before_fc": True}),
+    "eagle3-fc-norm": ("eagle3", RANDOM | {"fc_norm": True}),
+    "eagle3-norm-output": ("eagle3", RANDOM | {"norm_output": True}),
+    "eagle3-3.1": ("eagle3", RANDOM | {"fc_norm": True, "norm_output": True, "norm_before_residual": True}),
+    "eagle3-warm": ("eagle3", {}),
+    "medusa-own": ("medusa", {"lm_head": "own", "blocks": 2}),
+    "medusa-shared": ("medusa", {"lm_head": "shared"}),
+}
+
+
+def make_head(target: Target, case: str, depths: int = DEPTHS, taps: list[int] | None = None) -> DraftHead:
+    """A head whose every weight is random, norms included, so that nothing is accidentally an identity."""
+    kind, options = CASES[case]
+    size = target.vocab_size if options.get("lm_head") == "shared" else DRAFT_VOCAB
+    torch.manual_seed(0)
+    target_ids = torch.randperm(target.vocab_size)[:size].sort().values
+    head = KINDS[kind].create(target, KINDS[kind].Options.model_validate(options), taps, depths, target_ids)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    return head.eval()
