@@ -35,8 +35,8 @@ from draftsmith.fetch import DEMO_TARGET
 from draftsmith.heads.base import DraftHead, Shape, check_target
 from draftsmith.heads.kinds import KINDS, load_head
 from draftsmith.target import Target
-from draftsmith.train.objectives import kl
-from draftsmith.train.step import depth_sums
+from draftsmith.train.objectives import Objective
+from draftsmith.train.step import judged
 
 ROOT = Path(__file__).resolve().parent.parent
 DRAFTS = ("chain:5", "tree:3x2x1x1")
@@ -133,12 +133,14 @@ def fit_fresh(target: Target, prompts: list[list[int]], texts: list[list[int]], 
 
 def fit(head: DraftHead, target: Target, examples: list[Encoded], steps: int) -> DraftHead:
     features = OnlineFeatures(target, examples, head.config.taps, Memory())
-    optimizer = torch.optim.AdamW(head.parameters(), lr=RATE)
+    optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=RATE)
+    objective = Objective("kl", depth_decay=1.0)
     for step in bar(f"fitting {head.kind}", list(range(steps))):
         rows = [(step * BATCH + i) % len(examples) for i in range(min(BATCH, len(examples)))]
-        losses, sums = depth_sums(head, features.batch(rows), target, head.target_ids, kl)
+        batch = features.batch(rows)
+        loss, _ = judged(head, batch, target, objective, head.taught(batch.ids, batch.mask, step))
         optimizer.zero_grad()
-        (losses / sums.rows.clamp_min(1)).sum().backward()
+        loss.backward()
         optimizer.step()
     return head.eval()
 

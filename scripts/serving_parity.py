@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch.nn.functional import cross_entropy
 
 from draftsmith.console import Progress, note
 from draftsmith.data.chat import Encoded
@@ -40,6 +39,8 @@ from draftsmith.heads.engines.registry import export, exports
 from draftsmith.heads.kinds import load_head
 from draftsmith.heads.medusa import MedusaHead, MedusaOptions
 from draftsmith.target import Target
+from draftsmith.train.objectives import Objective
+from draftsmith.train.step import judged
 
 ROOT = Path(__file__).resolve().parent.parent
 LONGEST_PROMPT = 96  # tokens: the engine's float32 decoding on a CPU is slow
@@ -193,23 +194,19 @@ def draft_vocabulary(target: Target, examples: list[Encoded]) -> torch.Tensor:
 def fit(head: DraftHead, target: Target, examples: list[Encoded], steps: int, rate: float) -> DraftHead:
     """Over-fit a head on the answers' own tokens: AdamW, eight answers at a time, on remembered features."""
     source = OnlineFeatures(target, examples, head.config.taps, Memory())
-    to_draft = torch.full((target.vocab_size,), -1).index_copy(0, head.target_ids, torch.arange(len(head.target_ids)))
     optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=rate, weight_decay=0.0)
     batches = [list(range(first, min(first + 8, len(examples)))) for first in range(0, len(examples), 8)]
     head.train()
     with Progress(f"over-fitting {head.kind}", steps) as bar:
         for step in range(steps):
             batch = source.batch(batches[step % len(batches)])
-            labels = to_draft[batch.ids].flatten()
-            depths = head(batch.ids, batch.mask, batch.features, target, batch.positions)
-            losses = [
-                cross_entropy(depth.logits, labels[depth.rows + 2 + i], ignore_index=-1) for i, depth in enumerate(depths)
-            ]
+            rows = head.taught(batch.ids, batch.mask, step)
+            loss, _ = judged(head, batch, target, Objective("ce", depth_decay=1.0), rows)
             optimizer.zero_grad()
-            torch.stack(losses).sum().backward()
+            loss.backward()
             torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
             optimizer.step()
-            bar.advance(1, f"loss {losses[0].item():.2f}")
+            bar.advance(1, f"loss {loss.item():.2f}")
     return head.eval()
 
 

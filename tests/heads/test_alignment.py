@@ -37,7 +37,7 @@ from draftsmith.train.metrics import DepthSums
 from draftsmith.train.objectives import LOSSES, Objective
 from draftsmith.train.step import judged
 
-from heads.cases import CASES, DEPTHS, make_head
+from cases import CASES, DEPTHS, make_head
 
 @pytest.fixture(params=list(CASES))
 def head(request: pytest.FixtureRequest, tiny_target: Target) -> DraftHead:
