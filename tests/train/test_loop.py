@@ -108,7 +108,7 @@ def test_every_step_learns_at_the_rate_that_is_logged(workplace):
     recipe = recipe_in(workplace, "unused", "train.max_steps=1")
     run = prepare(recipe, start(recipe), workplace / "unused", resume=False)
     before = {name: tensor.detach().clone() for name, tensor in run.head.named_parameters()}
-    run.advance(run.global_batch(0))
+    run.advance(1, run.global_batch(0))
     moved = torch.cat(
         [(tensor.detach() - before[name].detach()).abs().flatten() for name, tensor in run.head.named_parameters()]
     )
@@ -217,7 +217,7 @@ def test_case_03_a_batch_that_supervises_nothing_is_no_step(workplace, whole_run
     rate = run.scheduler.get_last_lr()
     assert isinstance(run.train, OnlineFeatures)
     run.train.examples = [Encoded(example.ids, np.zeros_like(example.mask)) for example in run.train.examples]
-    assert not run.advance([0, 1, 2, 3]).rows.any()
+    assert not run.advance(1, [0, 1, 2, 3]).rows.any()
     assert run.scheduler.get_last_lr() == rate and not run.optimizer.state_dict()["state"]
     for name, tensor in run.head.state_dict().items():
         assert torch.equal(tensor, before[name])
@@ -231,7 +231,7 @@ def test_case_03_a_row_without_supervision_changes_nothing(workplace, whole_run)
         assert isinstance(run.train, OnlineFeatures)
         if blank:
             run.train.examples = [*run.train.examples, Encoded(np.arange(40, dtype=np.int32), np.zeros(40, bool))]
-        sums = run.advance([0, 1, 2, *([20] if blank else [])])
+        sums = run.advance(1, [0, 1, 2, *([20] if blank else [])])
         norms.append((sums.loss.tolist(), [tensor.double().norm().item() for tensor in run.head.state_dict().values()]))
     assert norms[0][0] == pytest.approx(norms[1][0], rel=1e-5) and norms[0][1] == pytest.approx(norms[1][1], rel=1e-5)
 
