@@ -55,6 +55,7 @@ class HeadSection(Section):
     taps: list[int] | None = Field(default=None, description="null: the kind's default")
     depths: int = Field(default=3, ge=1, description="depths trained: steps of training-time test, or Medusa heads")
     draft_vocab: int | None = Field(default=None, ge=1, description="null: the target's whole vocabulary")
+    init_from: str | None = Field(default=None, description="a head directory to go on with: its weights and vocabulary")
     confidence: bool = Field(default=False, description="train an estimate of every draft's acceptance beside the head")
     options: dict[str, Any] = Field(default={}, description="the kind's own options")
 
@@ -89,6 +90,8 @@ class TrainSection(Section):
     weight_decay: float = Field(default=0.0, ge=0)
     warmup: float = Field(default=0.05, ge=0, le=1, description="share of the steps")
     final_lr: float = Field(default=0.1, ge=0, le=1, description="the cosine's end, as a share of lr")
+    on_policy: float = Field(default=0.0, ge=0, le=1, description="share of the steps, at the end, on the draft's own rollouts")
+    rollout: int = Field(default=8, ge=1, description="tokens of a rollout")
     clip: float = Field(default=1.0, gt=0, description="gradient norm")
     precision: Literal["auto", "bf16", "no"] = Field(default="auto", description="auto: bf16 where the device has it")
     seed: int = 0
@@ -121,6 +124,12 @@ class Recipe(Section):
     eval: EvalSection = EvalSection()
     output: str = Field(description="the run directory; must not exist unless the run is resumed or forced")
     _folder: Path = PrivateAttr(default=Path())
+
+    @model_validator(mode="after")
+    def learns_from_the_target(self) -> Self:
+        if self.train.on_policy and "ce" in self.objective.loss:
+            raise ValueError("train.on_policy needs an objective.loss that learns from the target's distribution, not ce")
+        return self
 
     def sources(self, part: str) -> list[str]:
         """The data sources of a part: each as it stands, or relative to the recipe's own folder where only that exists."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator, DistributedType, PartialState
 from torch.optim.lr_scheduler import LambdaLR
 
 from ..console import Progress, note
@@ -28,7 +28,7 @@ from ..data.store import Store
 from ..data.tally import Tally
 from ..data.vocab import DraftVocabulary, choose, count_tokens, holding, special_ids
 from ..errors import UserError
-from ..heads.base import DraftHead
+from ..heads.base import DraftHead, check_target
 from ..heads.kinds import KINDS, load_head
 from ..outputs import new_directory, refuse_existing
 from ..recipes.schema import Recipe
@@ -37,6 +37,7 @@ from . import checkpoints
 from .metrics import DepthSums
 from .objectives import Objective
 from .provenance import write_run
+from .rollouts import rollouts
 from .step import judged
 
 MISMATCH = 0.8  # the verifier's τ may fall this far below the simulated one on a few prompts by chance
@@ -51,6 +52,8 @@ def train(recipe: Recipe, score: Score | None = None, resume: bool = False, forc
     process of an ``accelerate launch`` calls this.
     """
     accelerator = start(recipe)
+    if recipe.train.on_policy and accelerator.distributed_type == DistributedType.FSDP:
+        raise UserError("train.on_policy drafts with the whole head, which FSDP shards: launch with DDP, or set it to 0.")
     out = Path(recipe.output)
     if resume and not out.is_dir():
         raise UserError(f"{out} does not exist, so there is nothing to resume: start without --resume.")
@@ -178,6 +181,8 @@ class Run:
         is no step.
         """
         batches = list(self.micro_batches(self.train, rows))
+        if step > self.steps * (1 - self.recipe.train.on_policy):
+            batches = [self.rollouts(batch, step) for batch in batches]
         taught = [self.taught(batch, step) for batch in batches]
         own = [torch.stack([maps.sum() for maps in each]) for each in taught]
         counts = torch.as_tensor(self.accelerator.reduce(torch.stack(own).sum(0), reduction="sum"))
@@ -207,6 +212,11 @@ class Run:
         """The rows of a batch that this step teaches, map by map; a kind that samples draws anew at every step."""
         head: DraftHead = self.accelerator.unwrap_model(self.head)
         return head.taught(batch.ids, batch.mask, self.recipe.train.seed + step)
+
+    def rollouts(self, batch: FeatureBatch, step: int) -> FeatureBatch:
+        head: DraftHead = self.accelerator.unwrap_model(self.head)
+        length = min(self.recipe.train.rollout, head.deepest or self.recipe.train.rollout)
+        return rollouts(head, batch, self.target, length, self.recipe.train.seed + step)
 
     @torch.no_grad()
     def held_out_sums(self) -> DepthSums:
@@ -251,6 +261,9 @@ def prepare(recipe: Recipe, accelerator: Accelerator, out: Path, resume: bool) -
         head: DraftHead = load_head(out / "head")
         head.train()
         vocabulary = holding(head.target_ids.cpu(), counts)
+    elif recipe.head.init_from:
+        head = fine_tuned(recipe, target)
+        vocabulary = holding(head.target_ids.cpu(), counts)
     else:
         vocabulary = choose(counts, size, special_ids(target.tokenizer, target.eos_ids))
         kind = KINDS[recipe.head.kind]
@@ -286,6 +299,27 @@ def prepare(recipe: Recipe, accelerator: Accelerator, out: Path, resume: bool) -
     run.scheduler = LambdaLR(getattr(optimizer, "optimizer", optimizer), partial(rate, recipe=recipe, steps=run.steps))
     accelerator.register_for_checkpointing(run.scheduler)
     return run
+
+
+def fine_tuned(recipe: Recipe, target: Target) -> DraftHead:
+    """The head that ``head.init_from`` holds, to go on with; its vocabulary stays as it is.
+
+    Raises UserError where the recipe asks for another target or otherwise than that head is.
+    """
+    section, source = recipe.head, str(recipe.head.init_from)
+    head = load_head(source)
+    check_target(head.config, target)
+    has = head.config.model_dump() | {"draft_vocab": head.config.draft_vocab_size}
+    asked = {key: getattr(section, key) for key in section.model_fields_set - {"init_from", "options"}}
+    defaults = KINDS[section.kind].Options().model_dump()
+    asked |= {f"options.{key}": value for key, value in section.options.items() if value != defaults[key]}
+    has |= {f"options.{key}": value for key, value in head.config.options.items()}
+    for key, value in asked.items():
+        if has.get(key) != value and value is not None:
+            raise UserError(
+                f"head.{key} is {value} in the recipe and {has.get(key)} in {source}: take the key out, or the head's own value."
+            )
+    return head.train()
 
 
 def rate(done: int, recipe: Recipe, steps: int) -> float:

@@ -332,3 +332,25 @@ def test_medusa_trains_too(workplace):
     changes = ["head.kind=medusa", "head.options={lm_head: shared}", "head.draft_vocab=null", "objective.loss=ce"]
     train(recipe_in(workplace, "medusa", *changes))
     assert losses(workplace / "medusa")[-1] < losses(workplace / "medusa")[0]
+
+
+def test_a_run_goes_on_from_another_runs_head(workplace, whole_run):
+    """CASE 10 (b): its vocabulary stays, and its first evaluation is the other's best."""
+    more = ["train.epochs=1", f"head.init_from={whole_run}/head"]
+    train(recipe_in(workplace, "finer", *more))
+    best = max(row["tau_sim"] for row in curve(whole_run, "held_out"))
+    assert curve(workplace / "finer", "held_out")[0]["tau_sim"] == best
+    heads = [load_file(workplace / run / "head" / "model.safetensors") for run in ("whole", "finer")]
+    assert torch.equal(*(tensors["target_ids"] for tensors in heads))
+    for key, value in (("draft_vocab", 48), ("depths", 3), ("options", "{norm_output: true}")):
+        with pytest.raises(UserError, match=rf"head\.{key}"):
+            train(recipe_in(workplace, "otherwise", *more, f"head.{key}={value}"))
+
+
+def test_the_last_share_of_the_steps_learns_from_rollouts(workplace, whole_run):
+    with pytest.raises(UserError, match="learns from the target's distribution, not ce"):
+        recipe_in(workplace, "policy", "train.on_policy=0.4")
+    for share in (0, 0.4):
+        train(recipe_in(workplace, f"policy-{share}", f"train.on_policy={share}", "objective.loss=kl"))
+    plain, rolled = losses(workplace / "policy-0"), losses(workplace / "policy-0.4")
+    assert rolled[:6] == plain[:6] and all(a != b for a, b in zip(rolled[6:], plain[6:], strict=True))
