@@ -14,8 +14,8 @@ from draftsmith.errors import UserError
 from draftsmith.eval import verifier
 from draftsmith.eval.tree import NONE, chain, full, parse
 from draftsmith.eval.verifier import Generation, generate, truncate
-from draftsmith.heads import base
-from draftsmith.heads.base import DraftHead, HeadConfig, Shape, TargetIdentity
+from draftsmith.heads import drafting
+from draftsmith.heads.base import DraftHead, Guess, HeadConfig, Shape, TargetIdentity
 from draftsmith.heads.kinds import KINDS
 from draftsmith.sampling import GREEDY, Sampling, probabilities
 from draftsmith.target import Features, Target
@@ -132,9 +132,9 @@ class Oracle(TestDraftHead):
         self.text, self.generator = text, torch.Generator().manual_seed(seed)
         self.read: list[Features] = []
 
-    def begin(self, state: dict, features: Features, tokens: Tensor, target: Target) -> Tensor:
+    def begin(self, state: dict, features: Features, ids: Tensor, target: Target) -> Guess:
         self.read.append(features)
-        return super().begin(state, features, tokens, target)
+        return super().begin(state, features, ids, target)
 
     def logits(self, committed: list[int], path: list[int]) -> Tensor:
         row = torch.rand(128, generator=self.generator)
@@ -265,7 +265,7 @@ def test_every_pass_reads_only_new_tokens(lively_target: Target, monkeypatch: py
     monkeypatch.setattr(
         lively_target, "verify", lambda tokens, *rest: seen.append(("verify", len(tokens))) or verify(tokens, *rest)
     )
-    monkeypatch.setattr(head, "begin", lambda s, f, tokens, t: seen.append(("begin", len(tokens))) or begin(s, f, tokens, t))
+    monkeypatch.setattr(head, "begin", lambda s, f, ids, t: seen.append(("begin", len(f.last))) or begin(s, f, ids, t))
     generate(lively_target, head, PROMPTS[1], chain(3), 9)
     assert seen == [("begin", len(PROMPTS[1])), ("verify", 4), ("begin", 4), ("verify", 4)]
 
@@ -388,7 +388,7 @@ def remembered_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         return known[key].clone()
 
     monkeypatch.setattr(verifier, "probabilities", remembering)
-    monkeypatch.setattr(base, "probabilities", remembering)
+    monkeypatch.setattr(drafting, "probabilities", remembering)
 
 
 # The third token is a draft, a bonus behind an accepted draft, or what follows a rejection.
