@@ -214,30 +214,15 @@ class Target:
     def logits(self, last: Tensor) -> Tensor:
         """Logits [..., V] of last hidden states [..., hidden], by the model's own code: scales and soft caps included.
         Gradients flow to ``last``.
-
-        The causal LM's forward is run with its decoder answering ``last``, so nothing of the head is written twice.
         """
-        rows = last.reshape(1, -1, last.shape[-1]).to(self.dtype)
-        answered = Answer(last_hidden_state=rows)  # type: ignore[arg-type]
-        original = self.decoder.__dict__.get("forward")
-        self.decoder.forward = lambda *_, **__: answered
-        try:
-            logits = self.model(
-                input_ids=torch.zeros(rows.shape[:2], dtype=torch.long, device=self.device), use_cache=False
-            ).logits
-        finally:
-            if original is None:
-                del self.decoder.forward
-            else:
-                self.decoder.forward = original
-        return logits.reshape(*last.shape[:-1], logits.shape[-1])
+        return read_out(self.model, last.to(self.dtype), self.device)
 
     def new_cache(self) -> DynamicCache:
         """A cache whose layers all keep every row, so that rejected rows can be dropped (sliding windows included).
 
         Raises UserError for layers that keep another state than keys and values: it cannot be rolled back.
         """
-        odd = self._attention_kinds() - {"full_attention", "sliding_attention"}
+        odd = attention_kinds(self.config) - {"full_attention", "sliding_attention"}
         if odd:
             raise UserError(
                 f"target {self.name!r} has layers of kind {min(odd)}, whose state cannot drop rejected drafts: "
@@ -269,25 +254,10 @@ class Target:
         return logits[0], self._features({k: v[0] for k, v in seen.items()}, taps)
 
     def _attention_mask(self, ancestry: Tensor, positions: Tensor, past: int) -> Any:
-        """The additive mask [1, 1, nodes, past + nodes]; a dict by layer kind where the model slides some windows."""
-        nodes = len(ancestry)
-        lowest = torch.finfo(self.dtype).min
-        mask = torch.zeros(nodes, past + nodes, dtype=self.dtype, device=self.device)
-        mask[:, past:].masked_fill_(~ancestry, lowest)
-        kinds = self._attention_kinds()
-        if "sliding_attention" not in kinds:
-            return mask[None, None]
-        key_positions = torch.cat([torch.arange(past, device=self.device), positions])
-        far = positions[:, None] - key_positions[None] >= self.config.sliding_window
-        sliding = mask.masked_fill(far, lowest)
-        if len(kinds) == 1:
-            return sliding[None, None]
-        return {"full_attention": mask[None, None], "sliding_attention": sliding[None, None]}
-
-    def _attention_kinds(self) -> set[str]:
-        """The kinds of the layers; a config that lists none has one kind, sliding where it names a window."""
-        window = getattr(self.config, "sliding_window", None)
-        return set(getattr(self.config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
+        """Every node sees the cached prefix, its ancestors and itself."""
+        seen = torch.nn.functional.pad(ancestry, (past, 0), value=True)
+        keys = torch.cat([torch.arange(past, device=self.device), positions])
+        return attention_mask(self.config, seen[None], positions[None], keys[None], self.dtype)
 
     @staticmethod
     def keep(cache: DynamicCache, past: int, path: Tensor) -> None:
@@ -299,6 +269,50 @@ class Target:
                 if moved:
                     rows[..., past : past + len(path), :] = rows[..., past + path.to(rows.device), :]
                 setattr(layer, name, rows[..., : past + len(path), :])
+
+
+def read_out(model: Any, last: Tensor, device: torch.device) -> Tensor:
+    """Logits [..., V] of a causal LM from last hidden states [..., hidden] of its dtype.
+
+    The causal LM's forward is run with its decoder answering ``last``, so nothing of the head is written twice.
+    """
+    rows, decoder = last.reshape(1, -1, last.shape[-1]), model.base_model
+    answered = Answer(last_hidden_state=rows)  # type: ignore[arg-type]
+    original = decoder.__dict__.get("forward")
+    decoder.forward = lambda *_, **__: answered
+    try:
+        ids = torch.zeros(rows.shape[:2], dtype=torch.long, device=device)
+        logits = model(input_ids=ids, use_cache=False).logits
+    finally:
+        if original is None:
+            del decoder.forward
+        else:
+            decoder.forward = original
+    return logits.reshape(*last.shape[:-1], logits.shape[-1])
+
+
+def attention_mask(config: Any, seen: Tensor, positions: Tensor, key_positions: Tensor, dtype: torch.dtype) -> Any:
+    """The additive mask [batch, 1, rows, keys] of ``seen`` bool [batch, rows, keys]; a dict by layer kind where the model
+    slides some windows.
+
+    ``positions`` [batch, rows] and ``key_positions`` [batch, keys] tell how far apart a row and a key are.
+    """
+    lowest = torch.finfo(dtype).min
+    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, lowest)
+    kinds = attention_kinds(config)
+    if "sliding_attention" not in kinds:
+        return mask[:, None]
+    far = positions[:, :, None] - key_positions[:, None] >= config.sliding_window
+    sliding = mask.masked_fill(far, lowest)
+    if len(kinds) == 1:
+        return sliding[:, None]
+    return {"full_attention": mask[:, None], "sliding_attention": sliding[:, None]}
+
+
+def attention_kinds(config: Any) -> set[str]:
+    """The kinds of a model's layers; a config that lists none has one kind, sliding where it names a window."""
+    window = getattr(config, "sliding_window", None)
+    return set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
 
 
 def eos_ids(*places: Any) -> frozenset[int]:
