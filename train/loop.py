@@ -317,7 +317,7 @@ def fine_tuned(recipe: Recipe, target: Target) -> DraftHead:
     for key, value in asked.items():
         if has.get(key) != value and value is not None:
             raise UserError(
-                f"head.{key} is {value} in the recipe and {has.get(key)} in {source}: take the key out, or the head's own value."
+                f"head.{key} is {value} in the recipe and {has.get(key)} in {source}: leave it out or write what that head has."
             )
     return head.train()
 
