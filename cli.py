@@ -9,11 +9,13 @@ from rich.table import Table
 
 from .cli_data import data_app
 from .console import AsJson, Debug, Dtype, Force, Out, Seed, command_line, run_command_line, show
+from .errors import UserError
 from .eval.harness import measure
 from .eval.prompts import read_prompts
 from .eval.report import table, write_report
 from .eval.tree import parse
 from .heads.base import check_target, read_config
+from .heads.engines.published import import_head
 from .heads.engines.registry import ENGINES, exports, served
 from .heads.engines.registry import export as export_head
 from .heads.kinds import KINDS, load_head
@@ -111,9 +113,31 @@ def export(
     show({"engine": to, "draft_length": length, "out": str(out)}, as_json, f"written for {to}, drafting {length}: {out}")
 
 
+@app.command("import")
+def import_command(
+    checkpoint: Annotated[Path, typer.Argument(help="a published checkpoint's directory")],
+    target: Annotated[str, typer.Option(help="the model that the head drafts for: a directory, a hub id or a .gguf file")],
+    out: Out,
+    kind: Annotated[str | None, typer.Option(help="the head kind, where config.json does not tell it")] = None,
+    dtype: Dtype = "auto",
+    force: Force = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Read a published head, in any layout that export writes, as one of ours: to measure it or to train on from it."""
+    if kind is not None and kind not in KINDS:
+        raise UserError(f"--kind {kind!r} is no head kind; the kinds are {', '.join(KINDS)}.")
+    with new_directory(out, force) as partial:
+        head = import_head(checkpoint, Target.load(target, dtype), kind)
+        head.save(partial)
+    config = head.config
+    about = {"kind": config.kind, "taps": config.taps, "depths": config.depths, "draft_vocab_size": config.draft_vocab_size}
+    show({**about, "out": str(out)}, as_json, f"a head of kind {config.kind} for {config.target.name}: {out}")
+
+
 @app.command()
 def heads(as_json: AsJson = False, debug: Debug = False) -> None:
-    """The head kinds, what each taps of the target, and the engines it exports to."""
+    """The head kinds, what each taps of the target, and which engines load it, in the releases the layouts are pinned to."""
     depth = 32
     kinds = {
         name: {
@@ -125,10 +149,13 @@ def heads(as_json: AsJson = False, debug: Debug = False) -> None:
         }
         for name, kind in KINDS.items()
     }
-    grid = Table("kind", f"taps of {depth} layers", "exports to", "loaded by a test in", box=None, padding=(0, 2, 0, 0))
+    versions = {name: engine.version for name, engine in ENGINES.items()}
+    grid = Table("kind", f"taps of {depth} layers", *map("\n".join, versions.items()), box=None, padding=(0, 2, 0, 0))
     for name, kind in kinds.items():
-        taps = ", ".join(map(str, kind["taps"])) or "none: the last hidden state"
-        grid.add_row(name, taps, ", ".join(kind["exports"]), ", ".join(kind["served"]))
+        taps = ", ".join(map(str, kind["taps"])) or "none"
+        marks = ["served" if e in kind["served"] else "layout" if e in kind["exports"] else "" for e in ENGINES]
+        grid.add_row(name, taps, *marks)
+    grid.caption = "served: a test loads it in the engine itself; layout: written and checked by the engine's published rules"
     show(kinds, as_json, grid)
 
 

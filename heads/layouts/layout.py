@@ -29,6 +29,7 @@ class Layout:
     rebuild: Callable[[dict[str, Any], dict[str, Tensor], Target], DraftHead]
     method: str  # what the engine calls it
     served: bool = False  # whether scripts/serving_parity.py loads it in the engine itself
+    tells: Callable[[dict[str, Any]], bool] = lambda config: False  # whether a published config.json is of this layout
     file: str = "model.safetensors"
     beside: Callable[[DraftHead, Target, Path], None] | None = None  # writes what else the directory holds
 
