@@ -13,8 +13,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +33,8 @@ from draftsmith.eval.tree import chain
 from draftsmith.eval.verifier import Generation, generate
 from draftsmith.fetch import DEMO_TARGET, local_path
 from draftsmith.heads.base import DraftHead
-from draftsmith.heads.eagle3 import Eagle3Head, Eagle3Options
-from draftsmith.heads.engines.registry import export, exports
-from draftsmith.heads.kinds import load_head
+from draftsmith.heads.engines.registry import ENGINES, export, served
+from draftsmith.heads.kinds import KINDS, load_head
 from draftsmith.heads.medusa import MedusaHead, MedusaOptions
 from draftsmith.target import Target
 from draftsmith.train.objectives import Objective
@@ -45,9 +43,44 @@ from draftsmith.train.step import judged
 ROOT = Path(__file__).resolve().parent.parent
 LONGEST_PROMPT = 96  # tokens: the engine's float32 decoding on a CPU is slow
 DRAFT_VOCABULARY = 2048
-LENGTHS = {"eagle3": 5, "medusa": 4}
-STEPS = {"eagle3": 45, "medusa": 120}
-NOISE = {"eagle3": {"middling": 0.45, "bad": 0.7}, "medusa": {"middling": 0.75, "bad": 1.3}}  # in standard deviations
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a head is over-fitted: its options, the chain drafted, and how it is spoilt (noise in standard deviations)."""
+
+    kind: str
+    length: int
+    steps: int
+    rate: float
+    middling: float
+    bad: float
+    options: dict[str, Any] = field(default_factory=dict)
+    depths: int | None = None  # None: as many as are drafted
+    whole: bool = False  # the target's whole vocabulary
+
+
+FITS = {
+    "eagle3": Fit("eagle3", 5, 45, 1e-3, 0.45, 0.7),
+    "eagle3-2layers": Fit("eagle3", 5, 45, 1e-3, 0.45, 0.7, {"layers": 2}),
+    "eagle": Fit("eagle", 5, 30, 1e-3, 0.3, 0.6, {"feature_noise": 0.0}, depths=3, whole=True),
+    "peagle": Fit("peagle", 4, 60, 1e-3, 0.3, 0.6),
+    "medusa": Fit("medusa", 4, 120, 2e-3, 0.75, 1.3),
+    "draft_model": Fit("draft_model", 4, 20, 1e-4, 0.1, 0.3, {"layers": 4}, depths=1, whole=True),
+    "pard": Fit("pard", 4, 30, 1e-4, 0.1, 0.3, {"layers": 4}, whole=True),
+}
+PLANNED = [  # name, fit, quality, engine
+    *((f"eagle3/{quality}", "eagle3", quality, "vllm") for quality in ("good", "middling", "bad")),
+    ("eagle3-speculators/middling", "eagle3", "middling", "speculators"),
+    ("eagle3-2layers/middling", "eagle3-2layers", "middling", "vllm"),
+    ("eagle/middling", "eagle", "middling", "vllm"),
+    ("peagle/middling", "peagle", "middling", "vllm"),
+    ("peagle-speculators/middling", "peagle", "middling", "speculators"),
+    *((f"medusa/{quality}", "medusa", quality, "vllm") for quality in ("good", "middling", "bad")),
+    ("medusa-shared/good", "medusa-shared", "good", "vllm"),
+    ("draft_model/middling", "draft_model", "middling", "vllm"),
+    ("pard/middling", "pard", "middling", "vllm"),
+]
 
 
 @dataclass
@@ -135,46 +168,25 @@ def make_cases(arguments: argparse.Namespace, target: Target, prompts: list[list
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
     wanted = arguments.heads.split(",")
-    makers = {
-        "eagle3": partial(fit_eagle3, target, examples),
-        "medusa": partial(fit_medusa, target, examples),
-        "medusa-shared": lambda: share_lm_head(good.get("medusa") or fit_medusa(target, examples), target),
-    }
-    planned = [
-        *((f"eagle3/{quality}", "eagle3", quality, "vllm") for quality in ("good", "middling", "bad")),
-        ("eagle3-speculators/middling", "eagle3", "middling", "speculators"),
-        *((f"medusa/{quality}", "medusa", quality, "vllm") for quality in ("good", "middling", "bad")),
-        ("medusa-shared/good", "medusa-shared", "good", "vllm"),
-    ]
     good: dict[str, DraftHead] = {}
+
+    def made(name: str) -> DraftHead:
+        if name not in good:
+            good[name] = share_lm_head(made("medusa"), target) if name == "medusa-shared" else fit(FITS[name], target, examples)
+        return good[name]
+
     cases = []
-    for name, maker, quality, engine in planned:
+    for name, source, quality, engine in PLANNED:
         if wanted == ["all"] or any(name.startswith(beginning) for beginning in wanted):
-            if maker not in good:
-                good[maker] = makers[maker]()
-            head = good[maker]
-            spoilt = head if quality == "good" else spoil(head, NOISE[head.kind][quality])
-            cases.append(Case(name, spoilt, engine, LENGTHS[head.kind]))
+            recipe = FITS[source.removesuffix("-shared")]
+            spoilt = made(source) if quality == "good" else spoil(made(source), getattr(recipe, quality))
+            cases.append(Case(name, spoilt, engine, recipe.length))
     for directory in arguments.head:
         head = load_head(directory)
-        length = LENGTHS.get(head.kind, 5) if head.deepest is None else min(head.deepest, LENGTHS.get(head.kind, 5))
+        length = min(head.deepest or 5, 5)
         run = directory.resolve().parent.name  # a head stands in RUN/head
-        cases += [Case(f"{head.kind}/{run}-{engine}", head, engine, length) for engine in exports(head.kind)]
+        cases += [Case(f"{head.kind}/{run}-{engine}", head, engine, length) for engine in served(head.kind)]
     return cases
-
-
-def fit_eagle3(target: Target, examples: list[Encoded]) -> DraftHead:
-    torch.manual_seed(0)
-    head = Eagle3Head.create(target, Eagle3Options(), None, LENGTHS["eagle3"], draft_vocabulary(target, examples))
-    return fit(head, target, examples, STEPS["eagle3"], rate=1e-3)
-
-
-def fit_medusa(target: Target, examples: list[Encoded]) -> DraftHead:
-    """Own lm_heads, of the target's rows and frozen, over a reduced vocabulary; only the blocks learn."""
-    torch.manual_seed(0)
-    head = MedusaHead.create(target, MedusaOptions(), None, LENGTHS["medusa"], draft_vocabulary(target, examples))
-    head.lm_heads.requires_grad_(False)
-    return fit(head, target, examples, STEPS["medusa"], rate=2e-3)
 
 
 def share_lm_head(head: DraftHead, target: Target) -> DraftHead:
@@ -191,14 +203,24 @@ def draft_vocabulary(target: Target, examples: list[Encoded]) -> torch.Tensor:
     return choose(counts, size, special_ids(target.tokenizer, target.eos_ids)).target_ids
 
 
-def fit(head: DraftHead, target: Target, examples: list[Encoded], steps: int, rate: float) -> DraftHead:
-    """Over-fit a head on the answers' own tokens: AdamW, eight answers at a time, on remembered features."""
+def fit(recipe: Fit, target: Target, examples: list[Encoded]) -> DraftHead:
+    """Over-fit a head on the answers' own tokens: AdamW, eight answers at a time, on remembered features.
+
+    A Medusa head's own lm_heads, of the target's rows, stay as they are: only its blocks learn.
+    """
+    torch.manual_seed(0)
+    kind = KINDS[recipe.kind]
+    ids = torch.arange(target.vocab_size) if recipe.whole else draft_vocabulary(target, examples)
+    options = kind.Options.model_validate(recipe.options)
+    head = kind.create(target, options, None, recipe.depths or recipe.length, ids)
+    if isinstance(head, MedusaHead):
+        head.lm_heads.requires_grad_(False)
     source = OnlineFeatures(target, examples, head.config.taps, Memory())
-    optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=recipe.rate, weight_decay=0.0)
     batches = [list(range(first, min(first + 8, len(examples)))) for first in range(0, len(examples), 8)]
     head.train()
-    with Progress(f"over-fitting {head.kind}", steps) as bar:
-        for step in range(steps):
+    with Progress(f"over-fitting {head.kind}", recipe.steps) as bar:
+        for step in range(recipe.steps):
             batch = source.batch(batches[step % len(batches)])
             rows = head.taught(batch.ids, batch.mask, step)
             loss, _ = judged(head, batch, target, Objective("ce", depth_decay=1.0), rows)
@@ -231,10 +253,12 @@ def both(
     folder = arguments.out / "cases" / case.name.replace("/", "-")
     folder.mkdir(parents=True, exist_ok=True)
     exported = export(case.head, target, case.engine, folder / "head", case.length, force=True)
+    layout = ENGINES[case.engine].layouts[case.head.kind]
     job = {
         "target": str(Path(local_path(target.name))),
         "head": str(exported.resolve()),
-        "method": case.head.kind,
+        "method": layout.method,
+        "flags": layout.flags,
         "draft_length": case.length,
         "prompts": prompts,
         "max_tokens": arguments.max_new,

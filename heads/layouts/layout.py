@@ -1,7 +1,7 @@
 """What a published layout is: a config.json and named tensors made from a head, and the way back."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ class Layout:
     tensors: Callable[[DraftHead, Target], dict[str, Tensor]]
     rebuild: Callable[[dict[str, Any], dict[str, Tensor], Target], DraftHead]
     method: str  # what the engine calls it
+    flags: dict[str, Any] = field(default_factory=dict)  # what the engine must be told besides, in its own words
     served: bool = False  # whether scripts/serving_parity.py loads it in the engine itself
     tells: Callable[[dict[str, Any]], bool] = lambda config: False  # whether a published config.json is of this layout
     file: str = "model.safetensors"
