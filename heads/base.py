@@ -296,6 +296,10 @@ class DraftHead(nn.Module, ABC):
         """Whether this head changes its target, so that it is lossless only with respect to the adapted one."""
         return False
 
+    def rate(self, name: str) -> float:
+        """The learning rate of a parameter, as a multiple of the recipe's."""
+        return 1.0
+
     @property
     def deepest(self) -> int | None:
         """The deepest draft this head can write; None where it has no end."""

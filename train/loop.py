@@ -202,7 +202,7 @@ class Run:
         norm = self.accelerator.clip_grad_norm_(self.head.parameters(), self.recipe.train.clip)
         if not torch.isfinite(torch.as_tensor(norm)):
             raise RuntimeError(f"the gradient norm is {norm}: rows {rows} give no finite loss")
-        (self.lr,) = set(self.scheduler.get_last_lr())
+        self.lr = self.scheduler.get_last_lr()[0]
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
@@ -277,8 +277,8 @@ def prepare(recipe: Recipe, accelerator: Accelerator, out: Path, resume: bool) -
             note(f"{part}: {tally.sentence()}" if tally.read else f"{part}: {len(examples)} rows of {recipe.data.store}")
         share_inside = f"covers {vocabulary.coverage:.2%} of the supervised tokens"
         note(f"draft vocabulary {len(vocabulary.d2t)} of {target.vocab_size}: {share_inside}")
-    trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=recipe.train.lr, betas=recipe.train.betas, weight_decay=recipe.train.weight_decay)
+    groups = parameter_groups(head, recipe.train.lr)
+    optimizer = torch.optim.AdamW(groups, lr=recipe.train.lr, betas=recipe.train.betas, weight_decay=recipe.train.weight_decay)
     wrapped, optimizer = accelerator.prepare(head, optimizer)
     width = recipe.data.max_length if recipe.data.pack else None
     if store:
@@ -320,6 +320,15 @@ def fine_tuned(recipe: Recipe, target: Target) -> DraftHead:
                 f"head.{key} is {value} in the recipe and {has.get(key)} in {source}: leave it out or write what that head has."
             )
     return head.train()
+
+
+def parameter_groups(head: DraftHead, lr: float) -> list[dict[str, Any]]:
+    """What is trained, by learning rate; the first group has ``lr`` itself, though it may be empty."""
+    groups: dict[float, list[torch.nn.Parameter]] = {1.0: []}
+    for name, parameter in head.named_parameters():
+        if parameter.requires_grad:
+            groups.setdefault(head.rate(name), []).append(parameter)
+    return [{"params": own, "lr": lr * factor} for factor, own in groups.items()]
 
 
 def rate(done: int, recipe: Recipe, steps: int) -> float:
