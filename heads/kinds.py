@@ -5,11 +5,15 @@ from pathlib import Path
 from ..errors import UserError
 from .base import DraftHead, read_config, read_weights
 from .eagle3 import Eagle3Head
+from .hydra import HydraHead
 from .medusa import MedusaHead
+from .mlp_speculator import MlpSpeculatorHead
 
 KINDS: dict[str, type[DraftHead]] = {
     "eagle3": Eagle3Head,
+    "hydra": HydraHead,
     "medusa": MedusaHead,
+    "mlp_speculator": MlpSpeculatorHead,
 }
 
 

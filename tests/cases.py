@@ -20,6 +20,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3-warm": ("eagle3", {}),
     "medusa-own": ("medusa", {"lm_head": "own", "blocks": 2}),
     "medusa-shared": ("medusa", {"lm_head": "shared"}),
+    "hydra": ("hydra", {"blocks": 2}),
+    "hydra-shared": ("hydra", {"lm_head": "shared", "feature_weight": 0.5}),
+    "hydra-prefix": ("hydra", {"prefix": True, "dropout": 0.2, "noise": 5.0}),
+    "mlp-speculator": ("mlp_speculator", {"inner_dim": 24}),
+    "mlp-speculator-scaled": ("mlp_speculator", {"scale_input": True}),
+    "mlp-speculator-tied": ("mlp_speculator", {"tie_weights": True, "scale_input": True, "inner_dim": 24}),
 }
 
 

@@ -22,6 +22,11 @@ CASES = {
     "eagle3-3.1": ("eagle3", {"fc_norm": True, "norm_output": True, "init_layer": "random"}, "lk"),
     "medusa-own": ("medusa", {"lm_head": "own"}, "ce"),
     "medusa-shared": ("medusa", {"lm_head": "shared", "blocks": 3}, "ce"),
+    "hydra": ("hydra", {"blocks": 2}, "ce"),
+    "hydra-shared": ("hydra", {"lm_head": "shared", "blocks": 3}, "ce"),
+    "hydra-prefix": ("hydra", {"prefix": True}, "kl"),
+    "mlp-speculator": ("mlp_speculator", {"inner_dim": 48}, "ce"),
+    "mlp-speculator-tied": ("mlp_speculator", {"tie_weights": True, "scale_input": True}, "kl"),
 }
 
 
