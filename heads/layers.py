@@ -54,20 +54,20 @@ def rope_parameters(config: Any) -> dict[str, Any]:
 
 
 class FeatureAttention(nn.Module):
-    """Llama's attention with a 2*hidden-wide input: concat(norm(embedding), norm(feature)), as in EAGLE-3."""
+    """Llama's attention whose input is ``parts`` states side by side: 2 in EAGLE-3, concat(norm(embedding), norm(feature))."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, parts: int = 2) -> None:
         super().__init__()
         width, heads = config.hidden_size, config.num_attention_heads
         kv_heads, dim = config.num_key_value_heads or heads, config.head_dim or width // heads
         self.heads, self.kv_heads, self.dim = heads, kv_heads, dim
-        self.q_proj = nn.Linear(2 * width, self.heads * dim, bias=False)
-        self.k_proj = nn.Linear(2 * width, self.kv_heads * dim, bias=False)
-        self.v_proj = nn.Linear(2 * width, self.kv_heads * dim, bias=False)
+        self.q_proj = nn.Linear(parts * width, self.heads * dim, bias=False)
+        self.k_proj = nn.Linear(parts * width, self.kv_heads * dim, bias=False)
+        self.v_proj = nn.Linear(parts * width, self.kv_heads * dim, bias=False)
         self.o_proj = nn.Linear(self.heads * dim, width, bias=False)
 
     def project(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """x [batch, time, 2*hidden] -> q [batch, heads, time, dim], k and v [batch, kv_heads, time, dim], rotated."""
+        """x [batch, time, parts*hidden] -> q [batch, heads, time, dim], k and v [batch, kv_heads, time, dim], rotated."""
         split = (*x.shape[:-1], -1, self.dim)
         q, k, v = (proj(x).view(split).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
         q, k = apply_rotary_pos_emb(q, k, *rotary)
@@ -91,20 +91,20 @@ def causal(positions: Tensor) -> Tensor:
 def unrolled_attention(q: Tensor, keys: list[Tensor], values: list[Tensor], seen: Tensor) -> Tensor:
     """Attention of training-time test: step-0 keys causal, every later step's key only on the diagonal (EAGLE-3, 4.2).
 
-    q [batch, heads, time, dim] belongs to the last step; keys and values [batch, kv_heads, time, dim] to every step so far;
-    ``seen`` [batch, 1, time, time] tells which step-0 keys a row sees.
+    q [batch, heads, rows, dim] belongs to the last step; keys and values to every step so far: [batch, kv_heads, time, dim]
+    of step 0, [batch, kv_heads, rows, dim] of the others; ``seen`` [batch, 1, rows, time] tells which step-0 keys a row sees.
     Row t then sees true features up to t and the chain of its own drafts: exactly what it sees when it drafts.
     """
-    batch, heads, time, dim = q.shape
-    kv_heads = keys[0].shape[1]
-    grouped = q.view(batch, kv_heads, heads // kv_heads, time, dim) * dim**-0.5
+    batch, heads, rows, dim = q.shape
+    kv_heads, time = keys[0].shape[1:3]
+    grouped = q.view(batch, kv_heads, heads // kv_heads, rows, dim) * dim**-0.5
     scores = (grouped @ keys[0].unsqueeze(2).transpose(-1, -2)).float().masked_fill(~seen[:, None], float("-inf"))
     own = [(grouped * key.unsqueeze(2)).sum(-1, keepdim=True).float() for key in keys[1:]]
     weights = torch.cat([scores, *own], dim=-1).softmax(-1).to(values[0].dtype)
     mixed = weights[..., :time] @ values[0].unsqueeze(2)
     for step, value in enumerate(values[1:]):
         mixed = mixed + weights[..., time + step, None] * value.unsqueeze(2)
-    return mixed.view(batch, heads, time, dim)
+    return mixed.view(batch, heads, rows, dim)
 
 
 class FeatureLayer(nn.Module):
@@ -130,11 +130,34 @@ class FeatureLayer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
+class PlainLayer(nn.Module):
+    """Llama's own decoder layer, in the parts that ``FeatureLayer`` has; ``normed`` False leaves out its input norm."""
+
+    def __init__(self, config: LlamaConfig, normed: bool = True) -> None:
+        super().__init__()
+        if normed:
+            self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.normed = normed
+        self.self_attn = FeatureAttention(config, parts=1)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = LlamaMLP(config)
+
+    def enter(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The attention's input and the residual, both [batch, time, hidden]."""
+        return self.input_layernorm(hidden) if self.normed else hidden, hidden
+
+    def leave(self, residual: Tensor, mixed: Tensor) -> Tensor:
+        """Add what attention and MLP found to the residual: the layer's output."""
+        hidden = residual + self.self_attn.output(mixed)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
 __all__ = [
     "FeatureLayer",
     "LlamaConfig",
     "LlamaRMSNorm",
     "LlamaRotaryEmbedding",
+    "PlainLayer",
     "causal",
     "llama_layer_config",
     "unrolled_attention",

@@ -10,6 +10,7 @@ from draftsmith.target import Target
 
 DEPTHS, DRAFT_VOCAB = 4, 48
 RANDOM = {"init_layer": "random", "init_lm_head": "random"}
+BLOCK = {"layers": 2, "mask_token": 127}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3": ("eagle3", RANDOM),
     "eagle3-norm-before-residual": ("eagle3", RANDOM | {"norm_before_residual": True}),
@@ -18,6 +19,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3-norm-output": ("eagle3", RANDOM | {"norm_output": True}),
     "eagle3-3.1": ("eagle3", RANDOM | {"fc_norm": True, "norm_output": True, "norm_before_residual": True}),
     "eagle3-warm": ("eagle3", {}),
+    "eagle3-layers": ("eagle3", RANDOM | {"layers": 3, "norm_output": True}),
+    "eagle3-layers-warm": ("eagle3", {"layers": 2}),
     "medusa-own": ("medusa", {"lm_head": "own", "blocks": 2}),
     "medusa-shared": ("medusa", {"lm_head": "shared"}),
     "hydra": ("hydra", {"blocks": 2}),
@@ -26,13 +29,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mlp-speculator": ("mlp_speculator", {"inner_dim": 24}),
     "mlp-speculator-scaled": ("mlp_speculator", {"scale_input": True}),
     "mlp-speculator-tied": ("mlp_speculator", {"tie_weights": True, "scale_input": True, "inner_dim": 24}),
+    "redrafter": ("redrafter", {}),
+    "redrafter-sum": ("redrafter", {"rnn": False, "num_layers": 1, "init_lm_head": "random"}),
+    "redrafter-projected": ("redrafter", {"exit_dim": 48}),
+    "dflash": ("dflash", BLOCK),
+    "dflash-whole": ("dflash", BLOCK | {"mask_embedding": True, "window": 5}),
+    "dflash-causal": ("dflash", BLOCK | {"causal": True}),
 }
+WHOLE = {"dflash-whole", "dflash-conv"}  # cases with the target's whole vocabulary
 
 
 def make_head(target: Target, case: str, depths: int = DEPTHS, taps: list[int] | None = None) -> DraftHead:
     """A head whose every weight is random, norms included, so that nothing is accidentally an identity."""
     kind, options = CASES[case]
-    size = target.vocab_size if options.get("lm_head") == "shared" else DRAFT_VOCAB
+    size = target.vocab_size if options.get("lm_head") == "shared" or case in WHOLE else DRAFT_VOCAB
     torch.manual_seed(0)
     target_ids = torch.randperm(target.vocab_size)[:size].sort().values
     head = KINDS[kind].create(target, KINDS[kind].Options.model_validate(options), taps, depths, target_ids)

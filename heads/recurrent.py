@@ -1,0 +1,204 @@
+"""Heads that draft by reading their own output: unrolled for training, cached for drafting, through the same layers.
+
+Depth 0 of row t reads the target's feature of t and the embedding of x_{t+1}; depth i reads the head's own output of depth
+i-1 and the embedding of x_{t+1+i}, at position t+i. In training all rows take a step together (training-time test,
+EAGLE-3, 2503.01840); in drafting one row's steps follow the tree. Either way a row sees the features up to its own and the
+states of its own draft.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..target import Features, Target
+from .base import Depth, DraftHead, Guess, Shape
+from .layers import LlamaRotaryEmbedding, causal, unrolled_attention
+
+Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # which layer, its q, k and v -> mixed [batch, heads, rows, dim]
+
+
+def through(
+    layers: Sequence[Any], entered: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention
+) -> Tensor:
+    """The output [batch, rows, hidden] of layers one on the other, before any final norm.
+
+    ``layers``: a FeatureLayer or PlainLayer, then PlainLayers. ``entered`` and ``residual`` are what the first one's
+    attention reads and what it adds to. The output has the last rows alone where ``attention`` answers for no more.
+    """
+    hidden = residual
+    for i, layer in enumerate(layers):
+        if i > 0:
+            entered, residual = layer.enter(hidden)
+        mixed = attention(i, *layer.self_attn.project(entered, rotary))
+        hidden = layer.leave(residual[:, -mixed.shape[2] :], mixed)
+    return hidden
+
+
+class Unrolled:
+    """The attention of training-time test, layer by layer: it remembers every layer's keys and values of all steps."""
+
+    def __init__(self, layers: int, seen: Tensor) -> None:
+        self.seen = seen
+        self.keys: list[list[Tensor]] = [[] for _ in range(layers)]
+        self.values: list[list[Tensor]] = [[] for _ in range(layers)]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.keys[layer].append(k)
+        self.values[layer].append(v)
+        return unrolled_attention(q, self.keys[layer], self.values[layer], self.seen)
+
+
+@dataclass
+class Cache:
+    """Keys and values [1, kv_heads, rows, dim] of every layer: those of the committed rows, then what this round drafted."""
+
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+    committed: int = 0
+
+    def forget_drafts(self) -> None:
+        self.keys = [keys[:, :, : self.committed] for keys in self.keys]
+        self.values = [values[:, :, : self.committed] for values in self.values]
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's keys and values with those of more rows behind them."""
+        if layer == len(self.keys):
+            self.keys.append(k)
+            self.values.append(v)
+        else:
+            self.keys[layer] = torch.cat([self.keys[layer], k], dim=2)
+            self.values[layer] = torch.cat([self.values[layer], v], dim=2)
+        return self.keys[layer], self.values[layer]
+
+    def attention(self, layers: int, seen: Tensor, asked: int) -> Attention:
+        """Attention of rows behind the cache's. ``seen`` [rows, cached + rows]: who sees whom. The last of ``layers``
+        answers for the last ``asked`` rows alone."""
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys, values = self.extend(layer, k, v)
+            rows = asked if layer == layers - 1 else len(seen)
+            return F.scaled_dot_product_attention(
+                q[:, :, -rows:], keys, values, attn_mask=seen[None, None, -rows:], enable_gqa=True
+            )
+
+        return attend
+
+    def behind(self, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Who sees whom among ``rows`` new rows in a chain behind the committed ones, and their positions [1, rows]."""
+        seen = torch.ones(rows, self.committed + rows, dtype=torch.bool, device=device).tril(self.committed)
+        return seen, torch.arange(self.committed, self.committed + rows, device=device)[None]
+
+
+@dataclass
+class RecurrentState:
+    """``hidden``: by node, what is fed back below it [1, hidden]. ``slots``: the node of every drafted row in the cache."""
+
+    cache: Cache = field(default_factory=Cache)
+    hidden: dict[int, Tensor] = field(default_factory=dict)
+    slots: list[int] = field(default_factory=list)
+
+
+class RecurrentHead(DraftHead):
+    """What a kind says of itself: what depth 0 reads, how a step enters the layers, and what it makes of their output."""
+
+    layer: Any  # a FeatureLayer or PlainLayer
+    further: Any  # PlainLayers
+    rotary: LlamaRotaryEmbedding
+
+    @abstractmethod
+    def feature(self, features: Features) -> Tensor:
+        """What depth 0 reads of the target [..., hidden]."""
+
+    @abstractmethod
+    def enter(self, embeds: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What the first layer's attention reads and what it adds to, of embeddings and features [batch, rows, hidden]."""
+
+    @abstractmethod
+    def leave(self, out: Tensor) -> tuple[Tensor, Tensor]:
+        """What is fed back and what logits are read from, both [..., hidden], of the layers' output."""
+
+    @abstractmethod
+    def readout(self, target: Target) -> Callable[[Tensor], Tensor]:
+        """States [n, hidden] -> logits [n, draft vocab]."""
+
+    def fed_back(self, hidden: Tensor) -> Tensor:
+        """What the next step of the training forward reads of this one's ``leave``."""
+        return hidden
+
+    def extra(self, states: Tensor, wanted: Tensor) -> Tensor | None:
+        """What rows cost beside their logits [n]: ``wanted`` [n, hidden] are the target's own next last hidden states."""
+        return None
+
+    @property
+    def stack(self) -> list[Any]:
+        return [self.layer, *self.further]
+
+    def predict(
+        self, ids: Tensor, rows: list[Tensor], features: Features, target: Target, positions: Tensor | None = None
+    ) -> list[Depth]:
+        """Training-time test: step i reads the head's own output of step i-1 and the embedding of x_{t+1+i}."""
+        if positions is None:
+            positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        attention, readout = Unrolled(len(self.stack), causal(positions)), self.readout(target)
+        hidden, after, last = self.feature(features), ids, features.last.flatten(0, 1)
+        depths = []
+        for step, own in enumerate(rows):
+            after = F.pad(after[:, 1:], (0, 1))  # x_{t+1+step} at index t
+            entered, residual = self.enter(target.embed(after).to(hidden.dtype), hidden)
+            out = through(self.stack, entered, residual, self.rotary(entered, positions + step), attention)
+            hidden, read = self.leave(out)
+            hidden = self.fed_back(hidden)
+            flat = own.flatten().nonzero().squeeze(1)
+            states = read.flatten(0, 1)[flat]
+            extra = self.extra(states, last[flat + 1 + step].detach())
+            depths.append(Depth(flat, states, readout, ahead=1 + step, extra=extra))
+        return depths
+
+    # -- drafting ----------------------------------------------------------------------------------------------
+
+    def new_state(self) -> RecurrentState:
+        return RecurrentState()
+
+    def begin(self, state: RecurrentState, features: Features, ids: Tensor, target: Target) -> Guess:
+        cache, rows = state.cache, len(ids) - 1
+        cache.forget_drafts()
+        seen, positions = cache.behind(rows, ids.device)
+        hidden, read = self._step(cache, self.feature(features), ids[1:], positions, seen, 1, target)
+        cache.committed += rows
+        state.hidden, state.slots = {0: hidden}, []
+        return Guess(self.readout(target)(read), read)
+
+    def deepen(self, state: RecurrentState, nodes: list[int], tokens: Tensor, shape: Shape, target: Target) -> Guess:
+        families, committed = [ancestry(node, shape) for node in nodes], state.cache.committed
+        state.slots += nodes
+        drafted = [[slot in family for slot in state.slots] for family in families]
+        seen = torch.ones(len(nodes), committed + len(state.slots), dtype=torch.bool, device=tokens.device)
+        seen[:, committed:] = torch.tensor(drafted, device=tokens.device)
+        positions = torch.tensor([[committed - 1 + len(family) for family in families]], device=tokens.device)
+        parents = torch.cat([state.hidden[shape.parents[node - 1]] for node in nodes])
+        hidden, read = self._step(state.cache, parents, tokens, positions, seen, len(nodes), target)
+        state.hidden |= {node: hidden[i : i + 1] for i, node in enumerate(nodes)}
+        return Guess(self.readout(target)(read), read)
+
+    def _step(
+        self, cache: Cache, hidden: Tensor, tokens: Tensor, positions: Tensor, seen: Tensor, asked: int, target: Target
+    ) -> tuple[Tensor, Tensor]:
+        """One forward of rows [n] behind the cache's: what ``leave`` makes of the last ``asked``, both [asked, hidden]."""
+        entered, residual = self.enter(target.embed(tokens).to(hidden.dtype)[None], hidden[None])
+        attention = cache.attention(len(self.stack), seen, asked)
+        out = through(self.stack, entered, residual, self.rotary(entered, positions), attention)
+        return self.leave(out[0])
+
+
+def ancestry(node: int, shape: Shape) -> set[int]:
+    """A node and its ancestors, the root left out."""
+    family = set()
+    while node:
+        family.add(node)
+        node = shape.parents[node - 1]
+    return family
