@@ -8,12 +8,14 @@ from .eagle3 import Eagle3Head
 from .hydra import HydraHead
 from .medusa import MedusaHead
 from .mlp_speculator import MlpSpeculatorHead
+from .redrafter import RedrafterHead
 
 KINDS: dict[str, type[DraftHead]] = {
     "eagle3": Eagle3Head,
     "hydra": HydraHead,
     "medusa": MedusaHead,
     "mlp_speculator": MlpSpeculatorHead,
+    "redrafter": RedrafterHead,
 }
 
 

@@ -13,12 +13,14 @@ from ...outputs import new_directory
 from ...target import Target
 from ..base import DraftHead, check_target
 from ..layouts.layout import Layout
-from . import speculators, vllm
+from . import apple, speculators, tensorrt_llm_legacy, vllm
 from .engine import Engine
 
 ENGINES: dict[str, Engine] = {
     "vllm": vllm.ENGINE,
     "speculators": speculators.ENGINE,
+    "apple": apple.ENGINE,
+    "tensorrt-llm-legacy": tensorrt_llm_legacy.ENGINE,
 }
 
 

@@ -27,6 +27,8 @@ CASES = {
     "hydra-prefix": ("hydra", {"prefix": True}, "kl"),
     "mlp-speculator": ("mlp_speculator", {"inner_dim": 48}, "ce"),
     "mlp-speculator-tied": ("mlp_speculator", {"tie_weights": True, "scale_input": True}, "kl"),
+    "redrafter": ("redrafter", {}, "kl"),
+    "redrafter-sum": ("redrafter", {"rnn": False, "exit_dim": 48}, "ce"),
 }
 
 
