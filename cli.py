@@ -14,6 +14,7 @@ from .eval.harness import measure
 from .eval.prompts import read_prompts
 from .eval.report import table, write_report
 from .eval.tree import parse
+from .eval.typical import read_typical
 from .heads.base import check_target, read_config
 from .heads.engines.published import import_head
 from .heads.engines.registry import ENGINES, exports, served
@@ -49,7 +50,11 @@ def evaluate(
     out: Out,
     target: TargetName = None,
     tree: Annotated[
-        str, typer.Option(help="none, chain:5, tree:4x2x1 (children by depth) or a JSON list of paths")
+        str,
+        typer.Option(
+            help="none, chain:5, chain:8,stop=0.3, tree:4x2x1 (children by depth), a JSON list of paths, dynamic:24, beam:4x5 "
+            "or search:24; see docs/evaluation.md"
+        ),
     ] = "chain:5",
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
     top_p: Annotated[float, typer.Option(help="1 switches it off")] = 1.0,
@@ -57,6 +62,9 @@ def evaluate(
     sampled_drafts: Annotated[
         bool, typer.Option("--sampled-drafts", help="draw drafts instead of taking the likeliest")
     ] = False,
+    lossy_typical: Annotated[
+        str | None, typer.Option(help="EPS[,DELTA]: Medusa's typical acceptance, which changes the text; 0.09,0.3 is Medusa's")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="per prompt")] = 128,
     limit: Annotated[int | None, typer.Option(min=1, help="use the first N prompts")] = None,
     baseline: Annotated[int | None, typer.Option(min=0, help="decode the first N plainly too; default: all")] = None,
@@ -68,7 +76,8 @@ def evaluate(
     debug: Debug = False,
 ) -> None:
     """Measure a head: acceptance length, acceptance by position, speed against plain decoding."""
-    shape, sampling = parse(tree), Sampling(temperature, top_k, top_p)
+    form, sampling = parse(tree), Sampling(temperature, top_k, top_p)
+    typical = read_typical(lossy_typical) if lossy_typical is not None else None
     with new_directory(out, force) as partial:
         config, chosen = read_config(head), read_prompts(prompts)[:limit]
         loaded = Target.load(target or config.target.name, dtype, device)
@@ -77,13 +86,14 @@ def evaluate(
             loaded,
             load_head(head).to(loaded.device),
             chosen,
-            shape,
+            form,
             max_new_tokens,
             sampling,
             sampled_drafts,
             baseline,
             seed,
             True,
+            typical,
         )
         about = {"head": str(head), "prompts": str(prompts), "dtype": str(loaded.dtype), "device": str(loaded.device)}
         write_report([result], partial, {**about, "max_new_tokens": max_new_tokens, "seed": seed})

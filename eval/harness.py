@@ -8,10 +8,14 @@ import torch
 
 from ..console import Progress
 from ..heads.base import DraftHead, Shape
+from ..heads.drafting import Adaptive, Form
+from ..heads.growing import Dynamic
 from ..sampling import GREEDY, Sampling
 from ..target import Target
 from .prompts import Prompt
-from .tree import NONE
+from .search import spend
+from .tree import NONE, Search, fitted
+from .typical import Typical
 from .verifier import Generation, generate
 
 NEAR_TIE = 1e-3  # in logits: two tokens closer than this may swap places when sums are taken in another order
@@ -21,20 +25,26 @@ def measure(
     target: Target,
     head: DraftHead,
     prompts: Sequence[Prompt],
-    shape: Shape,
+    form: Form | Search,
     max_new: int,
     sampling: Sampling = GREEDY,
     sampled_drafts: bool = False,
     baseline: int | None = None,
     seed: int = 0,
     show: bool = False,
+    typical: Typical | None = None,
 ) -> dict[str, Any]:
     """Decode every prompt with the head and return one entry of a report's ``results`` (see docs/evaluation.md).
 
     The first ``baseline`` prompts (all of them by default) are also decoded plainly, prompt by prompt in alternating
-    order, for the speed-up and, when greedy, for the proof that the text is the target's own.
+    order, for the speed-up and, when greedy, for the proof that the text is the target's own. A ``Search`` takes the first
+    quarter of the prompts for itself.
     """
     generator = torch.Generator().manual_seed(seed)
+    found = None
+    if isinstance(form, Search):
+        form, prompts, found = spend(target, head, prompts, form, max_new, sampling, generator, show)
+    form = fitted(form, head)
     baseline = len(prompts) if baseline is None else min(baseline, len(prompts))
     drafted: list[Generation] = []
     plain: list[Generation] = []
@@ -42,13 +52,18 @@ def measure(
     with Progress("decoding", len(prompts), show=show) as bar:
         for i, prompt in enumerate(prompts):
             ids = prompt.ids(target)
-            runs = [(drafted, head, shape), (plain, None, NONE)] if i < baseline else [(drafted, head, shape)]
-            for into, own_head, own_shape in runs[:: 1 if i % 2 else -1]:
-                into.append(generate(target, own_head, ids, own_shape, max_new, sampling, sampled_drafts, generator))
+            runs = [False, True][:: 1 if i % 2 else -1] if i < baseline else [True]
+            for with_head in runs:
+                if with_head:
+                    out = generate(target, head, ids, form, max_new, sampling, sampled_drafts, generator, typical)
+                    drafted.append(out)
+                else:
+                    plain.append(generate(target, None, ids, NONE, max_new, sampling, generator=generator))
             if i < baseline and sampling.greedy and drafted[-1].tokens != plain[-1].tokens:
                 ties.append({"prompt": i, **divergence(target, ids, drafted[-1].tokens, plain[-1].tokens)})
             bar.advance(1, f"τ {tau(drafted):.3f}")
     compared = drafted[:baseline]
+    lossless = all(tie["margin"] < NEAR_TIE for tie in ties) if baseline and sampling.greedy else None
     return {
         "proposer": head.kind,
         "target": target.name,
@@ -59,25 +74,45 @@ def measure(
         },
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "draft": {
-            "kind": "chain" if shape.is_chain else "tree",
-            "length": max(shape.depths),
-            "nodes": len(shape.parents),
-            "sampled": sampled_drafts,
-        },
+        "draft": {**described(form, head), "sampled": sampled_drafts, **sizes(drafted)},
+        "search": found,
         "batch": 1,
         "emitted_tokens": sum(len(g.tokens) for g in drafted),
         "verify_passes": sum(len(g.accepted) for g in drafted),
         "tau": tau(drafted),
         "tau_interval": tau_interval(drafted, seed),
-        "accepted_per_position": per_position(drafted, max(shape.depths)),
+        "accepted_per_position": per_position(drafted, form.length),
         "tokens_per_s": speed(compared),
         "baseline_prompts": baseline,
         "baseline_tokens_per_s": speed(plain),
         "speedup": speed(compared) / speed(plain) if plain else None,
         "time": shares(drafted),
-        "lossless": all(tie["margin"] < NEAR_TIE for tie in ties) if baseline and sampling.greedy else None,
+        "lossless": False if typical else lossless,
         "near_ties": ties,
+        "lossy": typical and typical.name,
+    }
+
+
+def described(form: Form, head: DraftHead) -> dict[str, Any]:
+    """A draft's form: how long and large at most, a static tree's paths, and what ends a chain or branch early."""
+    stop = form.stop if isinstance(form, Adaptive | Dynamic) else 0
+    by = "the confidence head" if isinstance(form, Adaptive) and head.confidence else "the draft's own probability"
+    return {
+        "kind": form.kind,
+        "name": form.name,
+        "length": form.length,
+        "nodes": form.nodes,
+        "paths": form.paths if isinstance(form, Shape) else None,
+        "stop": {"below": stop, "by": by} if stop else None,
+    }
+
+
+def sizes(generations: Sequence[Generation]) -> dict[str, float]:
+    """The drafts as they were: mean depth and mean tokens of a verify pass."""
+    passes = sum(len(g.proposed) for g in generations) or 1
+    return {
+        "mean_length": sum(sum(g.proposed) for g in generations) / passes,
+        "mean_nodes": sum(g.drafted for g in generations) / passes,
     }
 
 

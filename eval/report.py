@@ -26,6 +26,7 @@ def write_report(results: Sequence[dict[str, Any]], out: Path, about: dict[str, 
 def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
     """One result as names and values, in the order a reader asks for them."""
     low, high = result["tau_interval"]
+    draft = result["draft"]
     found = [
         ("draft", title(result)),
         ("acceptance length τ", f"{result['tau']:.3f}  (95 % interval {low:.3f} – {high:.3f})"),
@@ -43,6 +44,8 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("lossless", losslessness(result)),
     ]
+    if draft["name"] != "none":
+        found.insert(1, ("drafted per pass", drafted(draft)))
     if len(result["categories"]) > 1:
         found.insert(2, ("τ by category", "  ".join(f"{name} {tau:.3f}" for name, tau in result["categories"].items())))
     return found
@@ -51,14 +54,25 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
 def title(result: dict[str, Any]) -> str:
     """What was drafted, and how the target decoded."""
     draft = result["draft"]
-    form = f"{draft['kind']} of {draft['length']}" if draft["kind"] == "chain" else f"tree of {draft['nodes']} nodes"
+    named = {"chain": f"chain of {draft['length']}", "tree": f"tree of {draft['nodes']} nodes"}
+    form = named.get(draft["kind"]) if not draft["stop"] else None
     decoding = f"temperature {result['temperature']:g}, top-p {result['top_p']:g}" if result["temperature"] else "greedy"
-    return f"{result['proposer']}, {form}, {decoding}"
+    lossy = f", lossy: {result['lossy']}" if result["lossy"] else ""
+    return f"{result['proposer']}, {form or draft['name']}, {decoding}{lossy}"
+
+
+def drafted(draft: dict[str, Any]) -> str:
+    """How large the drafts were, and what ended them."""
+    size = f"{draft['mean_nodes']:.1f} tokens, {draft['mean_length']:.1f} deep"
+    stop = draft["stop"]
+    return size + (f" (a path ends where {stop['by']} falls below {stop['below']:g})" if stop else "")
 
 
 def losslessness(result: dict[str, Any]) -> str:
     """What is known about the text being the target's own."""
     ties = result["near_ties"]
+    if result["lossy"]:
+        return f"NO: {result['lossy']} takes drafts that the target would not have drawn"
     if result["lossless"] is None:
         return "by construction; no text was compared"
     compared = f"{result['baseline_prompts']} texts compared with plain decoding"

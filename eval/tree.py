@@ -1,12 +1,32 @@
-"""Which form a draft has: none, a chain, or a static tree."""
+"""Which form a draft has: none, a chain, a static tree, or one that the head's own probabilities give."""
 
 import json
+from dataclasses import dataclass
 
 from ..errors import UserError
-from ..heads.base import Shape
+from ..heads.base import DraftHead, Shape
+from ..heads.drafting import Adaptive, Form
+from ..heads.growing import Beam, Dynamic
 
 NONE = Shape("none", (), ())
-HINT = "write none, chain:5, tree:4x2x1 or a list of paths [[0],[1],[0,0]]"
+HINT = (
+    "write none, chain:5, chain:8,stop=0.3, tree:4x2x1, a list of paths [[0],[1],[0,0]], dynamic:24,k=10,depth=8, beam:4x5 or "
+    "search:24"
+)
+
+
+@dataclass(frozen=True)
+class Search:
+    """A static tree of so many ``nodes``, still to be chosen for a head by its accuracy, of the ``width`` best ranks at each
+    of ``length`` depths."""
+
+    nodes: int
+    width: int = 10
+    length: int = 8
+
+    @property
+    def name(self) -> str:
+        return f"search:{self.nodes},k={self.width},depth={self.length}"
 
 
 def chain(length: int) -> Shape:
@@ -36,20 +56,53 @@ def from_paths(paths: list[tuple[int, ...]], name: str) -> Shape:
     return Shape(name, tuple(index[path[:-1]] for path in ordered), tuple(path[-1] for path in ordered))
 
 
-def parse(text: str) -> Shape:
-    """Read ``none``, ``chain:5``, ``tree:4x2x1`` (children per node, by depth) or a JSON list of paths."""
+def parse(text: str) -> Form | Search:
+    """Read a draft's form, in the notations of ``HINT``: a tree's numbers are the children of each node by depth, a beam's
+    its paths and their length, and what stands behind a comma may be left out."""
+    if text == "none":
+        return NONE
     try:
-        if text == "none":
-            return NONE
-        if text.startswith("chain:"):
-            return chain(positive(text.removeprefix("chain:")))
-        if text.startswith("tree:"):
-            return full([positive(width) for width in text.removeprefix("tree:").split("x")])
         if text.startswith("["):
             return from_paths([tuple(path) for path in json.loads(text)], "tree:paths")
+        kind, _, rest = text.partition(":")
+        size, *settings = rest.split(",")
+        if kind == "chain":
+            stop = Settings(settings, {"stop"}).chance("stop")
+            return Adaptive(positive(size), stop) if stop else chain(positive(size))
+        if kind == "dynamic":
+            given = Settings(settings, {"k", "depth", "stop"})
+            return Dynamic(positive(size), given.count("k", 10), given.count("depth", 8), given.chance("stop"))
+        if kind == "search":
+            given = Settings(settings, {"k", "depth"})
+            return Search(positive(size), given.count("k", 10), given.count("depth", 8))
+        if kind == "tree" and not settings:
+            return full([positive(width) for width in size.split("x")])
+        if kind == "beam" and not settings:
+            width, _, length = size.partition("x")
+            return Beam(positive(width), positive(length))
     except (ValueError, TypeError) as error:
         raise UserError(f"--tree {text!r} cannot be read ({error}): {HINT}.") from error
     raise UserError(f"--tree {text!r} is no draft shape: {HINT}.")
+
+
+class Settings:
+    """What stands behind the commas, as name=value; ValueError for a name that is not ``known``."""
+
+    def __init__(self, texts: list[str], known: set[str]) -> None:
+        self.given = dict(text.split("=", 1) if "=" in text else (text, "") for text in texts)
+        for name in self.given:
+            if name not in known:
+                raise ValueError(f"{name!r} is no setting of it; there is {', '.join(sorted(known))}")
+
+    def count(self, name: str, default: int) -> int:
+        return positive(self.given[name]) if name in self.given else default
+
+    def chance(self, name: str) -> float:
+        """A number above 0 and below 1; 0 where it is not given."""
+        number = float(self.given.get(name, 0))
+        if name in self.given and not 0 < number < 1:
+            raise ValueError(f"{name} is {number:g} and must lie between 0 and 1")
+        return number
 
 
 def positive(text: str) -> int:
@@ -57,3 +110,15 @@ def positive(text: str) -> int:
     if number < 1:
         raise ValueError(f"{number} is below 1")
     return number
+
+
+def fitted(form: Form, head: DraftHead | None) -> Form:
+    """The form that this head drafts in: a dynamic tree ends at the head's deepest level, anything else that goes deeper is
+    refused. Without a head nothing is drafted."""
+    if head is None:
+        return NONE
+    if head.deepest is None or form.length <= head.deepest:
+        return form
+    if isinstance(form, Dynamic):
+        return form.cut(head.deepest)
+    raise UserError(f"the draft shape {form.name} is deeper than this {head.kind} head's {head.deepest} depths: shorten it.")

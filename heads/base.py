@@ -92,9 +92,31 @@ class Shape:
             found.append(found[parent] + 1)
         return tuple(found)
 
+    @cached_property
+    def length(self) -> int:
+        """The depth of its deepest node."""
+        return max(self.depths)
+
+    @property
+    def nodes(self) -> int:
+        """How many tokens are drafted."""
+        return len(self.parents)
+
     @property
     def is_chain(self) -> bool:
         return all(parent == node for node, parent in enumerate(self.parents))
+
+    @property
+    def kind(self) -> str:
+        return "chain" if self.is_chain else "tree"
+
+    @property
+    def paths(self) -> list[list[int]]:
+        """Medusa's notation: for every node the ranks from the root down to it."""
+        found: list[list[int]] = [[]]
+        for parent, rank in zip(self.parents, self.ranks, strict=True):
+            found.append([*found[parent], rank])
+        return found[1:]
 
     def level(self, depth: int) -> list[int]:
         """The nodes at a depth."""
@@ -112,8 +134,15 @@ class Shape:
         """The children of a node, best rank first."""
         return self.families[node]
 
+    @cached_property
+    def bearing(self) -> tuple[tuple[int, ...], ...]:
+        """For every depth but the deepest its nodes that have children: those a head must read to draft the next depth."""
+        return tuple(tuple(node for node in self.level(depth) if self.families[node]) for depth in range(self.length))
+
     def cut(self, depth: int) -> "Shape":
-        """The same shape without the nodes deeper than ``depth``."""
+        """The same shape without the nodes deeper than ``depth``; itself where it has none."""
+        if depth >= self.length:
+            return self
         kept = sum(d <= depth for d in self.depths) - 1
         return Shape(self.name, self.parents[:kept], self.ranks[:kept])
 

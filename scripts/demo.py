@@ -39,7 +39,7 @@ def main() -> None:
         write_report([result], partial, {"dtype": "float32", "max_new_tokens": NEW_TOKENS, "seed": 0})
     measured = time.perf_counter()
     note("3 of 3: exporting it for vLLM")
-    exported = export(head, target, "vllm", RUN / "export" / "vllm", max(parse(recipe.eval.tree).depths), force=True)
+    exported = export(head, target, "vllm", RUN / "export" / "vllm", parse(recipe.eval.tree).length, force=True)
     places = {"head": RUN / "head", "report": RUN / "eval" / "report.html", "vLLM export": exported}
     answer = table(result, places)
     answer.add_row("wall clock", f"training {trained - began:.0f} s, measuring {measured - trained:.0f} s")
