@@ -4,6 +4,7 @@ from pathlib import Path
 
 from ..errors import UserError
 from .base import DraftHead, read_config, read_weights
+from .draft_model import DraftModelHead
 from .eagle3 import Eagle3Head
 from .hydra import HydraHead
 from .medusa import MedusaHead
@@ -11,6 +12,7 @@ from .mlp_speculator import MlpSpeculatorHead
 from .redrafter import RedrafterHead
 
 KINDS: dict[str, type[DraftHead]] = {
+    "draft_model": DraftModelHead,
     "eagle3": Eagle3Head,
     "hydra": HydraHead,
     "medusa": MedusaHead,

@@ -35,8 +35,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dflash": ("dflash", BLOCK),
     "dflash-whole": ("dflash", BLOCK | {"mask_embedding": True, "window": 5}),
     "dflash-causal": ("dflash", BLOCK | {"causal": True}),
+    "draft-model": ("draft_model", {"layers": 2}),
+    "draft-model-lora": ("draft_model", {"layers": 2, "lora": 4}),
 }
-WHOLE = {"dflash-whole", "dflash-conv"}  # cases with the target's whole vocabulary
+WHOLE = {"dflash-whole", "dflash-conv", "draft-model", "draft-model-lora"}  # cases with the target's whole vocabulary
 
 
 def make_head(target: Target, case: str, depths: int = DEPTHS, taps: list[int] | None = None) -> DraftHead:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import WHOLE
 
 from draftsmith.data.features import FeatureBatch
 from draftsmith.eval.tree import chain
@@ -20,6 +21,7 @@ PROMPT = [1, 40, 41, 42, 43, 2, 101, 1, 60, 61]
 CASES = {
     "eagle3": ("eagle3", {}, "kl"),
     "eagle3-3.1": ("eagle3", {"fc_norm": True, "norm_output": True, "init_layer": "random"}, "lk"),
+    "draft-model": ("draft_model", {"layers": 2}, "kl"),
     "medusa-own": ("medusa", {"lm_head": "own"}, "ce"),
     "medusa-shared": ("medusa", {"lm_head": "shared", "blocks": 3}, "ce"),
     "hydra": ("hydra", {"blocks": 2}, "ce"),
@@ -44,7 +46,7 @@ def learn_by_heart(target: Target, text: list[int], case: str) -> DraftHead:
     """Train until every greedy draft at every depth is the target's own token. The reply starts at the text."""
     kind, options, loss = CASES[case]
     torch.manual_seed(0)
-    size = target.vocab_size if options.get("lm_head") == "shared" else 100
+    size = target.vocab_size if options.get("lm_head") == "shared" or case in WHOLE else 100
     ids = torch.tensor([PROMPT + text])
     head = KINDS[kind].create(target, KINDS[kind].Options.model_validate(options), None, DEPTHS, draft_vocabulary(ids, size))
     batch = FeatureBatch(
