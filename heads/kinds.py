@@ -5,6 +5,7 @@ from pathlib import Path
 from ..errors import UserError
 from .base import DraftHead, read_config, read_weights
 from .draft_model import DraftModelHead
+from .dflash import DFlashHead
 from .eagle3 import Eagle3Head
 from .hydra import HydraHead
 from .medusa import MedusaHead
@@ -13,6 +14,7 @@ from .redrafter import RedrafterHead
 
 KINDS: dict[str, type[DraftHead]] = {
     "draft_model": DraftModelHead,
+    "dflash": DFlashHead,
     "eagle3": Eagle3Head,
     "hydra": HydraHead,
     "medusa": MedusaHead,

@@ -35,6 +35,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dflash": ("dflash", BLOCK),
     "dflash-whole": ("dflash", BLOCK | {"mask_embedding": True, "window": 5}),
     "dflash-causal": ("dflash", BLOCK | {"causal": True}),
+    "dflash-markov": ("dflash", BLOCK | {"in_block": "markov", "rank": 8}),
+    "dflash-markov-gated": ("dflash", BLOCK | {"in_block": "markov", "rank": 8, "gated": True, "anchor_predicts": True}),
+    "dflash-gru": ("dflash", BLOCK | {"in_block": "gru", "rank": 8, "memory": 12, "mask_embedding": True}),
+    "dflash-gru-anchor": ("dflash", BLOCK | {"in_block": "gru", "rank": 8, "memory": 12, "anchor_predicts": True}),
+    "dflash-conv": ("dflash", BLOCK | {"in_block": "conv", "rank": 8, "group": 8, "candidates": 5}),
     "draft-model": ("draft_model", {"layers": 2}),
     "draft-model-lora": ("draft_model", {"layers": 2, "lora": 4}),
 }

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import WHOLE
+from cases import BLOCK, WHOLE
 
 from draftsmith.data.features import FeatureBatch
 from draftsmith.eval.tree import chain
@@ -31,6 +31,11 @@ CASES = {
     "mlp-speculator-tied": ("mlp_speculator", {"tie_weights": True, "scale_input": True}, "kl"),
     "redrafter": ("redrafter", {}, "kl"),
     "redrafter-sum": ("redrafter", {"rnn": False, "exit_dim": 48}, "ce"),
+    "dflash": ("dflash", BLOCK, "ce"),
+    "dflash-causal": ("dflash", BLOCK | {"causal": True, "mask_embedding": True}, "kl"),
+    "dflash-markov": ("dflash", BLOCK | {"in_block": "markov", "anchor_predicts": True}, "ce"),
+    "dflash-gru": ("dflash", BLOCK | {"in_block": "gru", "memory": 32}, "ce"),
+    "dflash-conv": ("dflash", BLOCK | {"in_block": "conv", "candidates": 4}, "ce"),
 }
 
 
