@@ -38,18 +38,19 @@ def measure(
 
     The first ``baseline`` prompts (all of them by default) are also decoded plainly, prompt by prompt in alternating
     order, for the speed-up and, when greedy, for the proof that the text is the target's own. A ``Search`` takes the first
-    quarter of the prompts for itself.
+    quarter of the prompts for itself. A head that trains adapters has them on the target throughout, in plain decoding too.
     """
     generator = torch.Generator().manual_seed(seed)
     found = None
     if isinstance(form, Search):
-        form, prompts, found = spend(target, head, prompts, form, max_new, sampling, generator, show)
+        with head.adapted(target):
+            form, prompts, found = spend(target, head, prompts, form, max_new, sampling, generator, show)
     form = fitted(form, head)
     baseline = len(prompts) if baseline is None else min(baseline, len(prompts))
     drafted: list[Generation] = []
     plain: list[Generation] = []
     ties: list[dict[str, Any]] = []
-    with Progress("decoding", len(prompts), show=show) as bar:
+    with head.adapted(target), Progress("decoding", len(prompts), show=show) as bar:
         for i, prompt in enumerate(prompts):
             ids = prompt.ids(target)
             runs = [False, True][:: 1 if i % 2 else -1] if i < baseline else [True]
@@ -88,6 +89,7 @@ def measure(
         "speedup": speed(compared) / speed(plain) if plain else None,
         "time": shares(drafted),
         "lossless": False if typical else lossless,
+        "lossless_to": "the target with the head's adapters" if head.adapts else "the target",
         "near_ties": ties,
         "lossy": typical and typical.name,
     }

@@ -43,6 +43,7 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
             f"{result['prompts']} prompts, {result['emitted_tokens']} tokens, {result['verify_passes']} verify passes",
         ),
         ("lossless", losslessness(result)),
+        ("with respect to", result["lossless_to"]),
     ]
     if draft["name"] != "none":
         found.insert(1, ("drafted per pass", drafted(draft)))
@@ -58,7 +59,8 @@ def title(result: dict[str, Any]) -> str:
     form = named.get(draft["kind"]) if not draft["stop"] else None
     decoding = f"temperature {result['temperature']:g}, top-p {result['top_p']:g}" if result["temperature"] else "greedy"
     lossy = f", lossy: {result['lossy']}" if result["lossy"] else ""
-    return f"{result['proposer']}, {form or draft['name']}, {decoding}{lossy}"
+    changed = ", adapted target" if result["lossless_to"] != "the target" else ""
+    return f"{result['proposer']}, {form or draft['name']}, {decoding}{lossy}{changed}"
 
 
 def drafted(draft: dict[str, Any]) -> str:
