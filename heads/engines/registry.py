@@ -13,7 +13,7 @@ from ...outputs import new_directory
 from ...target import Target
 from ..base import DraftHead, check_target
 from ..layouts.layout import Layout
-from . import apple, speculators, tensorrt_llm_legacy, vllm
+from . import apple, fms, hydra, speculators, tensorrt_llm_legacy, vllm
 from .engine import Engine
 
 ENGINES: dict[str, Engine] = {
@@ -21,6 +21,8 @@ ENGINES: dict[str, Engine] = {
     "speculators": speculators.ENGINE,
     "apple": apple.ENGINE,
     "tensorrt-llm-legacy": tensorrt_llm_legacy.ENGINE,
+    "hydra": hydra.ENGINE,
+    "fms": fms.ENGINE,
 }
 
 
@@ -50,7 +52,7 @@ def export(head: DraftHead, target: Target, engine: str, out: str | Path, draft_
     check_finite(tensors)
     with new_directory(out, force) as partial:
         (partial / "config.json").write_text(json.dumps(layout.config(head, target, draft_length), indent=2) + "\n")
-        save_file(tensors, partial / layout.file, metadata={"format": "pt"})
+        write_tensors(tensors, partial / layout.file)
         if layout.beside:
             layout.beside(head, target, partial)
         compare(head.to(target.device), read(engine, head.kind, partial, target), target)
@@ -73,7 +75,20 @@ def read_files(directory: Path, file: str) -> tuple[dict[str, Any], dict[str, Te
     for name in ("config.json", file):
         if not (directory / name).is_file():
             raise UserError(f"{directory} has no {name}: it is no whole export.")
-    return json.loads((directory / "config.json").read_text()), load_file(directory / file)
+    return json.loads((directory / "config.json").read_text()), read_tensors(directory / file)
+
+
+def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a file of the kind that its name tells: safetensors or, as .pt, torch's own."""
+    if path.suffix == ".pt":
+        torch.save(tensors, path)
+    else:
+        save_file(tensors, path, metadata={"format": "pt"})
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """What ``write_tensors`` wrote; of torch's files the weights alone, so that no code is run."""
+    return torch.load(path, map_location="cpu", weights_only=True) if path.suffix == ".pt" else load_file(path)
 
 
 def find_layout(kind: str, engine: str) -> Layout:
