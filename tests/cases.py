@@ -23,6 +23,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3-layers-warm": ("eagle3", {"layers": 2}),
     "medusa-own": ("medusa", {"lm_head": "own", "blocks": 2}),
     "medusa-shared": ("medusa", {"lm_head": "shared"}),
+    "medusa-2": ("medusa", {"lora": {"rank": 4, "alpha": 4, "dropout": 0.1}}),
+    "medusa-2-shared": ("medusa", {"lm_head": "shared", "lora": {"rank": 2, "alpha": 2, "modules": "all-linear"}}),
     "hydra": ("hydra", {"blocks": 2}),
     "hydra-shared": ("hydra", {"lm_head": "shared", "feature_weight": 0.5}),
     "hydra-prefix": ("hydra", {"prefix": True, "dropout": 0.2, "noise": 5.0}),

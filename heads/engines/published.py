@@ -1,21 +1,16 @@
 """A checkpoint directory that others published, read as a head: for evaluation, or as a start for training."""
 
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from ...errors import UserError
 from ...target import Target
 from ..base import DraftHead
 from .registry import ENGINES
-
-BROKEN = (OSError, SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError)
+from .registry import read_tensors as read_file
 
 
 def import_head(directory: str | Path, target: Target, kind: str | None = None) -> DraftHead:
@@ -40,8 +35,10 @@ def import_head(directory: str | Path, target: Target, kind: str | None = None) 
             f"reads: name one of {', '.join(kinds)} with --kind."
         )
     engine, name = told[0]
+    layout = ENGINES[engine].layouts[name]
+    beside = layout.also(directory) if layout.also else {}
     try:
-        return ENGINES[engine].layouts[name].rebuild(config, read_tensors(directory), target)
+        return layout.rebuild(config, read_tensors(directory) | beside, target)
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise UserError(
             f"{directory} looks like a {name} head for {engine}, but its config.json lacks or misstates a key ({error!r})."
@@ -65,11 +62,5 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
         raise UserError(f"{directory} holds no *.safetensors, *.bin or *.pt file: name a checkpoint's directory.")
     tensors: dict[str, Tensor] = {}
     for file in files:
-        try:
-            is_safe = file.suffix == ".safetensors"
-            found = load_file(file) if is_safe else torch.load(file, map_location="cpu", weights_only=True)
-        except BROKEN as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise UserError(f"{file} cannot be read as tensors ({reason}): fetch it again.") from error
-        tensors |= {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
+        tensors |= read_file(file)
     return tensors

@@ -1,10 +1,12 @@
 """The engines, one line each, and the one way a head is written for one: beside, read back, compared, renamed into place."""
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -13,17 +15,21 @@ from ...outputs import new_directory
 from ...target import Target
 from ..base import DraftHead, check_target
 from ..layouts.layout import Layout
-from . import apple, fms, hydra, speculators, tensorrt_llm_legacy, vllm
+from . import apple, fms, hydra, speculators, tensorrt_llm_legacy, tgi, vllm
 from .engine import Engine
 
 ENGINES: dict[str, Engine] = {
     "vllm": vllm.ENGINE,
     "speculators": speculators.ENGINE,
+    "vllm-merged": vllm.MERGED,
     "apple": apple.ENGINE,
     "tensorrt-llm-legacy": tensorrt_llm_legacy.ENGINE,
     "hydra": hydra.ENGINE,
     "fms": fms.ENGINE,
+    "tgi": tgi.ENGINE,
 }
+
+BROKEN = (OSError, SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError)
 
 
 def exports(kind: str) -> list[str]:
@@ -48,6 +54,7 @@ def export(head: DraftHead, target: Target, engine: str, out: str | Path, draft_
     check_target(head.config, target)
     check_length(head, draft_length)
     check_path(out, layout.method)
+    head.to(target.device)
     tensors = layout.tensors(head, target)
     check_finite(tensors)
     with new_directory(out, force) as partial:
@@ -55,7 +62,7 @@ def export(head: DraftHead, target: Target, engine: str, out: str | Path, draft_
         write_tensors(tensors, partial / layout.file)
         if layout.beside:
             layout.beside(head, target, partial)
-        compare(head.to(target.device), read(engine, head.kind, partial, target), target)
+        compare(head, read(engine, head.kind, partial, target), target)
     return out
 
 
@@ -63,8 +70,9 @@ def read(engine: str, kind: str, directory: str | Path, target: Target) -> Draft
     """The head that an exported directory holds, by the layout's rules; UserError where it breaks them."""
     layout = find_layout(kind, engine)
     config, tensors = read_files(Path(directory), layout.file)
+    beside = layout.also(Path(directory)) if layout.also else {}
     try:
-        return layout.rebuild(config, tensors, target)
+        return layout.rebuild(config, tensors | beside, target)
     except (KeyError, TypeError, IndexError) as error:
         raise UserError(
             f"{directory} is no {engine} directory of an {kind} head ({error!r}): export the head again."
@@ -87,8 +95,14 @@ def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """What ``write_tensors`` wrote; of torch's files the weights alone, so that no code is run."""
-    return torch.load(path, map_location="cpu", weights_only=True) if path.suffix == ".pt" else load_file(path)
+    """The tensors of a safetensors file or of torch's own kind (the weights alone: no code is run)."""
+    try:
+        is_safe = path.suffix == ".safetensors"
+        found = load_file(path) if is_safe else torch.load(path, map_location="cpu", weights_only=True)
+    except BROKEN as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{path} cannot be read as tensors ({reason}): fetch it again.") from error
+    return {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
 
 
 def find_layout(kind: str, engine: str) -> Layout:
@@ -130,9 +144,15 @@ def compare(head: DraftHead, again: DraftHead, target: Target) -> None:
     shape = (1, min(target.max_positions, depths + 12))
     ids = torch.randint(target.vocab_size, shape, generator=generator).to(target.device)
     mask = torch.ones_like(ids, dtype=torch.bool)
-    ours, theirs = (
-        one.predict(ids, one.taught(ids, mask, 0), target.features(ids, one.config.taps), target) for one in (head, again)
-    )
-    equal = [torch.equal(a.logits, b.logits) for a, b in zip(ours, theirs, strict=False)]
+    ours, theirs = (logits(one, head, ids, mask, target) for one in (head, again))
+    equal = [torch.equal(a, b) for a, b in zip(ours, theirs, strict=False)]
     if not equal or not all(equal) or not torch.equal(head.target_ids, again.target_ids):
         raise RuntimeError(f"the export does not read back as the {head.kind} head it was made from: please report this")
+
+
+def logits(one: DraftHead, head: DraftHead, ids: Tensor, mask: Tensor, target: Target) -> list[Tensor]:
+    """What a head says at every depth; without the adapters of the ``head`` that it was made from, of its adapted target."""
+    with (one if one.adapts else head).adapted(target):
+        features = target.features(ids, one.config.taps)
+        found = one.predict(ids, one.taught(ids, mask, 0), features, target)
+        return [depth.logits for depth in found if depth.side is None]

@@ -11,3 +11,11 @@ ENGINE = Engine(
     },
     others="it loads no head of this kind",
 )
+
+MERGED = Engine(
+    version="0.32.0",
+    layouts={
+        "medusa": medusa.VLLM_MERGED,
+    },
+    others="it is for heads that train an adapter on their target, to be served with a target that has it merged in",
+)

@@ -33,6 +33,7 @@ class Layout:
     tells: Callable[[dict[str, Any]], bool] = lambda config: False  # whether a published config.json is of this layout
     file: str = "model.safetensors"
     beside: Callable[[DraftHead, Target, Path], None] | None = None  # writes what else the directory holds
+    also: Callable[[Path], dict[str, Tensor]] | None = None  # reads for ``rebuild`` what tensors lie beside
 
 
 def provenance(head: DraftHead, draft_length: int) -> dict[str, Any]:

@@ -209,8 +209,9 @@ def drafted_logits(
 def test_the_training_forward_is_the_draft(tiny_target: Target, head: DraftHead, shape: Shape) -> None:
     """Row t at depth i of the training forward = the cached draft behind row t on the data's tokens, in every round."""
     ids = random_ids(1, 24)
-    features = tiny_target.features(ids, head.config.taps)
     trained = predicted(head, ids, torch.ones(1, 24, dtype=torch.bool), tiny_target)
+    with head.adapted(tiny_target):
+        features = tiny_target.features(ids, head.config.taps)
     state = head.new_state()
     for rows in (range(0, 7), range(7, 8), range(8, 11), range(11, 13), range(13, 18)):
         drafted = drafted_logits(head, state, features, ids[0], rows, shape, tiny_target)

@@ -24,6 +24,7 @@ CASES = {
     "draft-model": ("draft_model", {"layers": 2}, "kl"),
     "medusa-own": ("medusa", {"lm_head": "own"}, "ce"),
     "medusa-shared": ("medusa", {"lm_head": "shared", "blocks": 3}, "ce"),
+    "medusa-2": ("medusa", {"lora": {"rank": 4, "dropout": 0}}, "kl"),
     "hydra": ("hydra", {"blocks": 2}, "ce"),
     "hydra-shared": ("hydra", {"lm_head": "shared", "blocks": 3}, "ce"),
     "hydra-prefix": ("hydra", {"prefix": True}, "kl"),
@@ -82,7 +83,8 @@ def test_case_19_every_draft_is_accepted(lively_target: Target, text: list[int],
     head = learn_by_heart(target, text, case)
     head.save(tmp_path)
     for ours in (head, load_head(tmp_path)):
-        result: Any = generate(target, ours, PROMPT, chain(DEPTHS), NEW)
+        with ours.adapted(target):
+            result: Any = generate(target, ours, PROMPT, chain(DEPTHS), NEW)
         assert result.tokens == text
         assert len(result.accepted) == -(-(NEW - 1) // (DEPTHS + 1))  # as few passes as can be
         assert result.accepted[:-1] == [DEPTHS] * (len(result.accepted) - 1)
