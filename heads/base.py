@@ -329,6 +329,10 @@ class DraftHead(nn.Module, ABC):
         """The learning rate of a parameter, as a multiple of the recipe's."""
         return 1.0
 
+    def merged(self) -> "DraftHead":
+        """This head as engines load it, adapters of its own merged into its weights; itself where it has none."""
+        return self
+
     @property
     def deepest(self) -> int | None:
         """The deepest draft this head can write; None where it has no end."""

@@ -50,6 +50,9 @@ class DraftModelHead(DraftHead):
         readout = partial(own_lm.logits, self.lm)
         return [Depth(flat, states[flat + 1 + depth], readout, ahead=1 + depth) for depth, flat in enumerate(flats)]
 
+    def merged(self) -> DraftHead:
+        return own_lm.merged(self)
+
     # -- drafting ----------------------------------------------------------------------------------------------
 
     def new_state(self) -> OwnState:

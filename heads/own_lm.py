@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from ..console import note
 from ..errors import UserError
@@ -22,7 +22,11 @@ from .layers import causal
 from .recurrent import ancestry
 
 PRUNED = 8  # how many times fewer layers a self-draft has than its target, where the recipe does not say
-OF_A_FILE = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")  # says a config beside its model
+# what a config says of its file, of how it is called and of other tasks
+UNKEPT = (
+    "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "chunk_size_feed_forward", "id2label",
+    "label2id", "output_attentions", "output_hidden_states", "problem_type", "return_dict",
+)  # fmt: skip
 SEEN_APART = 1e-3  # of the states' size: what rounding may change
 
 
@@ -61,9 +65,9 @@ def plan(target: Target, options: OwnOptions) -> dict[str, Any]:
 
 
 def plain(config: Any) -> dict[str, Any]:
-    """A transformers config as JSON gives it back, without what it says of its file."""
+    """A transformers config as JSON gives it back, without what is not the model's."""
     found = json.loads(config.to_json_string(use_diff=False))
-    return {key: value for key, value in found.items() if key not in OF_A_FILE}
+    return {key: value for key, value in found.items() if key not in UNKEPT}
 
 
 def sibling(target: Target, model: str) -> Any:
@@ -78,16 +82,18 @@ def sibling(target: Target, model: str) -> Any:
         raise UserError(f"options.model: {model!r} is quantized and cannot be trained: give its unquantized weights.")
     if target.tokenizer is not None:
         compare_tokenizers(target, theirs, model)
-    used = len(target.tokenizer) if target.tokenizer is not None else target.vocab_size
-    if config.vocab_size < min(used, target.vocab_size):
-        raise UserError(
-            f"options.model: {model!r} has {config.vocab_size} embedding rows, but {target.name!r} has {used} tokens: "
-            "choose an LM with a row for each."
-        )
+    check_rows(target, config.vocab_size, model)
     longest = getattr(config, "max_position_embeddings", None) or target.max_positions
     if longest < target.max_positions:
         note(f"{model} was made for {longest} tokens, {target.name} for {target.max_positions}: expect less behind the former")
     return config
+
+
+def check_rows(target: Target, rows: int, name: str) -> None:
+    """UserError for an LM without an embedding row for every token of the target's tokenizer."""
+    used = min(target.vocab_size, len(target.tokenizer) if target.tokenizer is not None else target.vocab_size)
+    if rows < used:
+        raise UserError(f"{name!r} has {rows} embedding rows, but {target.name!r} has {used} tokens: choose an LM with more.")
 
 
 def compare_tokenizers(target: Target, theirs: Any, model: str) -> None:
@@ -162,32 +168,67 @@ def bare(lm: Any) -> Any:
     return lm if isinstance(lm, PreTrainedModel) else lm.get_base_model()
 
 
-def merged(lm: Any) -> PreTrainedModel:
-    """A copy of the LM with its adapters merged into its weights."""
-    return copy.deepcopy(lm).merge_and_unload()
+def merged(head: Any) -> Any:
+    """The head of an own LM with its adapters merged into the weights; itself where it has none."""
+    if head.options.lora is None:
+        return head
+    found = copy.deepcopy(head)
+    found.lm = found.lm.merge_and_unload().requires_grad_(True)
+    found.options = head.options.model_copy(update={"lora": None})
+    found.config = head.config.model_copy(update={"options": found.options.model_dump()})
+    return found
 
 
 def filled(config: HeadConfig, options: OwnOptions, target: Target) -> Any:
-    """``build`` with the weights of the LM that ``options`` name.
-
-    A sibling's rows beyond the target's vocabulary are left out; rows that it lacks, which no text uses, repeat its last.
-    """
+    """``build`` with the weights of the LM that ``options`` name."""
+    name = options.model or target.name
     lm = build(config, options.model_copy(update={"lora": None}))
-    source = target.model if options.model is None else load(options.model)
-    own, theirs = lm.state_dict(), source.state_dict()
-    rows, wanted = source.config.get_text_config().vocab_size, target.vocab_size
-    for name, tensor in own.items():
-        found = theirs.get(name)
-        if found is not None and found.shape[:1] == (rows,) and tensor.shape[:1] == (wanted,) and rows != wanted:
-            found = found[torch.arange(wanted).clamp_max(rows - 1).to(found.device)]
-        if found is None or found.shape != tensor.shape:
-            raise UserError(
-                f"{options.model or target.name!r} has no fitting tensor {name!r} for a causal LM of its first layers: "
-                "give another options.model."
-            )
-        tensor.copy_(found)
-    refuse_unmaskable(lm, options.model or target.name)
+    copy_weights(target.model if options.model is None else load(options.model), lm, name)
+    refuse_unmaskable(lm, name)
     return lm if options.lora is None else adapted(lm, options.lora, config.layer.get("pard_token"))
+
+
+@torch.no_grad()
+def copy_weights(source: PreTrainedModel, lm: PreTrainedModel, name: str) -> None:
+    """Copy the weights of ``source`` into an LM of its first layers; UserError where one is missing.
+
+    Embedding rows beyond the LM's vocabulary are left out; rows that ``source`` lacks, which no text uses, repeat its last.
+    """
+    theirs = source.state_dict()
+    rows, wanted = source.config.get_text_config().vocab_size, lm.config.vocab_size
+    for key, tensor in lm.state_dict().items():
+        found = theirs.get(key)
+        if found is not None and found.shape[:1] == (rows,) and tensor.shape[:1] == (wanted,):
+            found = found[torch.arange(wanted).clamp_max(rows - 1).to(found.device)] if rows != wanted else found
+        if found is None or found.shape != tensor.shape:
+            raise UserError(f"{name!r} has no fitting tensor {key!r} for a causal LM of its first layers: give another model.")
+        tensor.copy_(found)
+
+
+def from_tensors(layer: dict[str, Any], tensors: dict[str, Tensor]) -> PreTrainedModel:
+    """The causal LM of a checkpoint's config and tensors, under the names that the library stores it by, in their dtype.
+
+    Raises UserError for a tensor that is missing, has another shape or has no place.
+    """
+    config = AutoConfig.for_model(**layer)
+    dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    lm, found = kind.from_pretrained(
+        None,
+        config=config,
+        state_dict=dict(tensors),
+        dtype=dtypes.pop() if len(dtypes) == 1 else torch.float32,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    for key, given, asked in sorted(found["mismatched_keys"]):
+        raise UserError(f"the checkpoint's tensor {key!r} has shape {list(given)}, and its config.json asks for {list(asked)}.")
+    for what, keys in (("lacks", found["missing_keys"]), ("has no place for", found["unexpected_keys"])):
+        if keys:
+            raise UserError(
+                f"the checkpoint {what} the tensor {min(keys)!r}, by its config.json: it is not whole, or another's."
+            )
+    return lm
 
 
 def load(model: str) -> PreTrainedModel:

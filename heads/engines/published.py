@@ -27,6 +27,7 @@ def import_head(directory: str | Path, target: Target, kind: str | None = None) 
         for name, layout in each.layouts.items()
         if (kind is None or kind == name) and layout.tells(config)
     ]
+    told = told or [(engine, kind) for engine, each in ENGINES.items() if kind in each.layouts]
     if not told:
         kinds = sorted({name for engine in ENGINES.values() for name in engine.layouts})
         said = f"architectures {config.get('architectures')}, model_type {config.get('model_type')!r}"

@@ -15,7 +15,7 @@ from ...outputs import new_directory
 from ...target import Target
 from ..base import DraftHead, check_target
 from ..layouts.layout import Layout
-from . import apple, fms, hydra, speculators, tensorrt_llm_legacy, tgi, vllm
+from . import apple, fms, hydra, speculators, tensorrt_llm_legacy, tgi, transformers, vllm
 from .engine import Engine
 
 ENGINES: dict[str, Engine] = {
@@ -27,6 +27,7 @@ ENGINES: dict[str, Engine] = {
     "hydra": hydra.ENGINE,
     "fms": fms.ENGINE,
     "tgi": tgi.ENGINE,
+    "transformers": transformers.ENGINE,
 }
 
 BROKEN = (OSError, SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError)
@@ -54,7 +55,7 @@ def export(head: DraftHead, target: Target, engine: str, out: str | Path, draft_
     check_target(head.config, target)
     check_length(head, draft_length)
     check_path(out, layout.method)
-    head.to(target.device)
+    head = head.merged().to(target.device)
     tensors = layout.tensors(head, target)
     check_finite(tensors)
     with new_directory(out, force) as partial:

@@ -1,11 +1,12 @@
 """vLLM's own directories. The EAGLE-3 one is also what SGLang and TensorRT-LLM's PyTorch backend load."""
 
-from ..layouts import eagle3, medusa
+from ..layouts import draft_model, eagle3, medusa
 from .engine import Engine
 
 ENGINE = Engine(
     version="0.32.0",
     layouts={
+        "draft_model": draft_model.VLLM,
         "eagle3": eagle3.PLAIN,
         "medusa": medusa.VLLM,
     },
