@@ -1,13 +1,12 @@
-"""transformers' own generate: with an assistant_model, or with use_mtp for a target that carries a module."""
+"""transformers' own generate(assistant_model=...), which takes causal LMs alone."""
 
-from ..layouts import draft_model, mtp
+from ..layouts import draft_model
 from .engine import Engine
 
 ENGINE = Engine(
     version="5.24.0",
     layouts={
         "draft_model": draft_model.TRANSFORMERS,
-        "mtp": mtp.TRANSFORMERS,
     },
-    others="its generate drafts with another causal LM or with a target's own module",
+    others="generate(assistant_model=...) drafts with a causal LM alone",
 )
