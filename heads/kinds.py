@@ -6,6 +6,7 @@ from ..errors import UserError
 from .base import DraftHead, read_config, read_weights
 from .draft_model import DraftModelHead
 from .dflash import DFlashHead
+from .eagle import EagleHead
 from .eagle3 import Eagle3Head
 from .hydra import HydraHead
 from .medusa import MedusaHead
@@ -15,6 +16,7 @@ from .redrafter import RedrafterHead
 KINDS: dict[str, type[DraftHead]] = {
     "draft_model": DraftModelHead,
     "dflash": DFlashHead,
+    "eagle": EagleHead,
     "eagle3": Eagle3Head,
     "hydra": HydraHead,
     "medusa": MedusaHead,

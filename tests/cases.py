@@ -12,6 +12,9 @@ DEPTHS, DRAFT_VOCAB = 4, 48
 RANDOM = {"init_layer": "random", "init_lm_head": "random"}
 BLOCK = {"layers": 2, "mask_token": 127}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "eagle": ("eagle", {"init_layer": "random"}),
+    "eagle-through": ("eagle", {"init_layer": "random", "detach": False, "layers": 2, "bias": True}),
+    "eagle-warm": ("eagle", {"feature_weight": 0.0}),
     "eagle3": ("eagle3", RANDOM),
     "eagle3-norm-before-residual": ("eagle3", RANDOM | {"norm_before_residual": True}),
     "eagle3-norm-before-fc": ("eagle3", RANDOM | {"norm_before_fc": True}),
