@@ -19,6 +19,7 @@ from ..target import Features, Target
 from .base import Depth, DraftHead, Guess, HeadConfig, Shape
 from .layers import causal, llama_layer_config
 from .medusa import ResidualBlock
+from .warm import norm_scale
 
 
 class HydraOptions(BaseModel):
@@ -65,11 +66,11 @@ class Prefix(nn.Module):
         self.rotary = LlamaRotaryEmbedding(config)
 
     @torch.no_grad()
-    def pass_through(self, size: Tensor) -> None:
+    def pass_through(self, size: float) -> None:
         """Make it give the states back, as far as their own root mean square is ``size``."""
         self.layer.self_attn.o_proj.weight.zero_()
         self.layer.mlp.down_proj.weight.zero_()
-        self.norm.weight.copy_(size.expand_as(self.norm.weight))
+        self.norm.weight.fill_(size)
 
     def forward(self, hidden: Tensor, positions: Tensor, seen: Tensor, cache: DynamicCache | None = None) -> Tensor:
         """hidden [batch, rows, width], positions [batch, rows], seen [batch, 1, rows, cached + rows] -> [batch, rows, width].
@@ -126,8 +127,7 @@ class HydraHead(DraftHead):
     def initialize(self, target: Target) -> None:
         """A fresh head says what the target says one token earlier: all in front of the target's own rows passes through."""
         if self.prefix is not None:
-            some = target.features(torch.arange(min(8, target.vocab_size))[None], ()).last
-            self.prefix.pass_through(some.float().pow(2).mean().sqrt())
+            self.prefix.pass_through(state_size(target))
         if self.options.lm_head == "own":
             ids = self.target_ids.to(target.device)
             bias = getattr(target.output_head, "bias", None)
@@ -198,6 +198,11 @@ class HydraHead(DraftHead):
     def guess(self, depth: int, read: Tensor, target: Target) -> Guess:
         states = self.hidden(depth, read)
         return Guess(self.readout(depth, target)(states), states)
+
+
+def state_size(target: Target) -> float:
+    """The root mean square that the target's final norm gives its states: that of the norm's own scale."""
+    return 1.0 if target.final_norm is None else float(norm_scale(target.final_norm, target).pow(2).mean().sqrt())
 
 
 def taught_lengths(taught: Tensor, positions: Tensor) -> Tensor:

@@ -134,6 +134,7 @@ def test_a_fresh_head_says_what_the_target_says_one_token_earlier(options: dict[
 @torch.no_grad()
 def test_a_fresh_prefix_layer_gives_states_of_the_targets_size() -> None:
     target = llama()
+    target.model.model.norm.weight.mul_(3)
     head = hydra(target, random=False, prefix=True)
     last = target.features(IDS, []).last
     states = torch.cat([depth.states for depth in predicted(head, target)])
