@@ -29,7 +29,8 @@ class DraftModelHead(DraftHead):
 
     @classmethod
     def layer_config(cls, target: Target, options: OwnOptions) -> dict[str, Any]:
-        return own_lm.plan(target, options)
+        """The LM's config, without what makes an LM a PARD drafter."""
+        return {key: value for key, value in own_lm.plan(target, options).items() if key not in ("pard_token", "spd_type")}
 
     @classmethod
     def width(cls, config: HeadConfig) -> int:

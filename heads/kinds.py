@@ -11,6 +11,7 @@ from .eagle3 import Eagle3Head
 from .hydra import HydraHead
 from .medusa import MedusaHead
 from .mlp_speculator import MlpSpeculatorHead
+from .pard import PardHead
 from .redrafter import RedrafterHead
 
 KINDS: dict[str, type[DraftHead]] = {
@@ -21,6 +22,7 @@ KINDS: dict[str, type[DraftHead]] = {
     "hydra": HydraHead,
     "medusa": MedusaHead,
     "mlp_speculator": MlpSpeculatorHead,
+    "pard": PardHead,
     "redrafter": RedrafterHead,
 }
 

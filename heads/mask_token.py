@@ -17,7 +17,7 @@ def mask_token(target: Target, wished: int | None) -> int:
         raise UserError(
             f"mask_token {found} is outside the vocabulary of {target.name!r}, which has {target.vocab_size} tokens."
         )
-    if found in target.eos_ids or found in roles(target):
+    if found in target.eos_ids | roles(target) | in_template(target):
         raise UserError(
             f"mask_token {found} is a token that the texts of {target.name!r} use (the end, the padding or another special "
             "token): set head.options.mask_token to one that none does."
@@ -31,13 +31,19 @@ def roles(target: Target) -> set[int]:
     return {id for name in named if (id := getattr(target.tokenizer, name, None)) is not None}
 
 
+def in_template(target: Target) -> set[int]:
+    """The ids of those added tokens that the chat template writes."""
+    template = str(getattr(target.tokenizer, "chat_template", None) or "")
+    added = getattr(target.tokenizer, "added_tokens_decoder", {})
+    return {id for id, token in added.items() if token.content in template}
+
+
 def unused_token(target: Target) -> int:
     tokenizer = target.tokenizer
-    if tokenizer is not None and len(tokenizer) < target.vocab_size:
-        return len(tokenizer)
-    template = str(getattr(tokenizer, "chat_template", None) or "")
+    if tokenizer is not None and (behind := max(tokenizer.get_vocab().values()) + 1) < target.vocab_size:
+        return behind
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    unused = [id for id, token in added.items() if id not in roles(target) | target.eos_ids and token.content not in template]
+    unused = added.keys() - target.eos_ids - roles(target) - in_template(target)
     if not unused:
         raise UserError(
             f"no unused token was found for {target.name!r}: set head.options.mask_token to a token that no text uses."

@@ -91,7 +91,9 @@ def sibling(target: Target, model: str) -> Any:
 
 def check_rows(target: Target, rows: int, name: str) -> None:
     """UserError for an LM without an embedding row for every token of the target's tokenizer."""
-    used = min(target.vocab_size, len(target.tokenizer) if target.tokenizer is not None else target.vocab_size)
+    used = target.vocab_size
+    if target.tokenizer is not None:  # rows behind its last token pad the embedding
+        used = min(used, max(target.tokenizer.get_vocab().values()) + 1)
     if rows < used:
         raise UserError(f"{name!r} has {rows} embedding rows, but {target.name!r} has {used} tokens: choose an LM with more.")
 

@@ -47,8 +47,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dflash-conv": ("dflash", BLOCK | {"in_block": "conv", "rank": 8, "group": 8, "candidates": 5}),
     "draft-model": ("draft_model", {"layers": 2}),
     "draft-model-lora": ("draft_model", {"layers": 2, "lora": 4}),
+    "pard": ("pard", {"layers": 2, "mask_token": 127, "ratio": 1.0}),
+    "pard-lora": ("pard", {"layers": 2, "mask_token": 127, "ratio": 1.0, "lora": 4}),
+    "pard-features": ("pard", {"layers": 2, "mask_token": 127, "ratio": 1.0, "features": True, "feature_scale": 1.0}),
 }
-WHOLE = {"dflash-whole", "dflash-conv", "draft-model", "draft-model-lora"}  # cases with the target's whole vocabulary
+WHOLE = {
+    "dflash-whole",
+    "dflash-conv",
+    "draft-model",
+    "draft-model-lora",
+    "pard",
+    "pard-lora",
+    "pard-features",
+}  # cases with the target's whole vocabulary
+TAPS = {"pard-features": [1, 4]}  # where a case reads other taps than its kind's default
 
 
 def make_head(target: Target, case: str, depths: int = DEPTHS, taps: list[int] | None = None) -> DraftHead:
@@ -57,7 +69,7 @@ def make_head(target: Target, case: str, depths: int = DEPTHS, taps: list[int] |
     size = target.vocab_size if options.get("lm_head") == "shared" or case in WHOLE else DRAFT_VOCAB
     torch.manual_seed(0)
     target_ids = torch.randperm(target.vocab_size)[:size].sort().values
-    head = KINDS[kind].create(target, KINDS[kind].Options.model_validate(options), taps, depths, target_ids)
+    head = KINDS[kind].create(target, KINDS[kind].Options.model_validate(options), taps or TAPS.get(case), depths, target_ids)
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3)

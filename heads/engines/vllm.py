@@ -1,6 +1,6 @@
 """vLLM's own directories. The EAGLE-3 one is also what SGLang and TensorRT-LLM's PyTorch backend load."""
 
-from ..layouts import draft_model, eagle3, medusa
+from ..layouts import draft_model, eagle3, medusa, pard
 from .engine import Engine
 
 ENGINE = Engine(
@@ -9,6 +9,7 @@ ENGINE = Engine(
         "draft_model": draft_model.VLLM,
         "eagle3": eagle3.PLAIN,
         "medusa": medusa.VLLM,
+        "pard": pard.VLLM,
     },
     others="it loads no head of this kind",
 )

@@ -33,6 +33,7 @@ CASES = {
     "hydra-prefix": ("hydra", {"prefix": True}, "kl"),
     "mlp-speculator": ("mlp_speculator", {"inner_dim": 48}, "ce"),
     "mlp-speculator-tied": ("mlp_speculator", {"tie_weights": True, "scale_input": True}, "kl"),
+    "pard": ("pard", {"layers": 2, "mask_token": 127, "ratio": 1.0}, "ce"),
     "redrafter": ("redrafter", {}, "kl"),
     "redrafter-sum": ("redrafter", {"rnn": False, "exit_dim": 48}, "ce"),
     "dflash": ("dflash", BLOCK, "ce"),
