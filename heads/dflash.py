@@ -127,9 +127,10 @@ class DFlashHead(DraftHead):
 
     @torch.no_grad()
     def initialize(self, target: Target) -> None:
-        for module in self.layers.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=0.02)
+        for layer in self.layers:
+            for module in (*layer.self_attn.children(), *layer.mlp.children()):
+                if isinstance(module, nn.Linear):
+                    nn.init.normal_(module.weight, std=0.02)
         if self.lm_head is not None:
             self.lm_head.weight.copy_(target.output_head.weight[self.target_ids.to(target.device)])
         if target.device.type == "meta":

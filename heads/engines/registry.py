@@ -15,13 +15,16 @@ from ...outputs import new_directory
 from ...target import Target
 from ..base import DraftHead, check_target
 from ..layouts.layout import Layout
-from . import apple, fms, hydra, speculators, tensorrt_llm_legacy, tgi, transformers, vllm
+from . import apple, fms, hydra, llamacpp, sglang, speculators, tensorrt_llm, tensorrt_llm_legacy, tgi, transformers, vllm
 from .engine import Engine
 
 ENGINES: dict[str, Engine] = {
     "vllm": vllm.ENGINE,
     "speculators": speculators.ENGINE,
     "vllm-merged": vllm.MERGED,
+    "sglang": sglang.ENGINE,
+    "llamacpp": llamacpp.ENGINE,
+    "tensorrt-llm": tensorrt_llm.ENGINE,
     "apple": apple.ENGINE,
     "tensorrt-llm-legacy": tensorrt_llm_legacy.ENGINE,
     "hydra": hydra.ENGINE,
@@ -125,7 +128,7 @@ def check_path(out: Path, method: str) -> None:
     """Refuse a path from which vLLM would guess another method than the one it is told."""
     words = ("eagle-", "eagle3", "dflash", "dspark")
     misleading = [word for word in words if word in str(out.resolve()).lower()]
-    if method not in ("eagle", "eagle3") and misleading:
+    if method not in ("eagle", "eagle3", "dflash", "dspark") and misleading:
         raise UserError(
             f"vLLM would take {out} for another method, for the {misleading[0]!r} in its path: choose another path."
         )

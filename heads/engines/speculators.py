@@ -1,11 +1,12 @@
 """The speculators format, which vLLM serves as it is."""
 
-from ..layouts import eagle3
+from ..layouts import dflash, eagle3
 from .engine import Engine
 
 ENGINE = Engine(
     version="0.9.0",
     layouts={
+        "dflash": dflash.SPECULATORS_FORMAT,
         "eagle3": eagle3.SPECULATORS,
     },
     others="the speculators format that vLLM reads knows eagle3, peagle, dflash, dflash2 and dspark only",

@@ -1,11 +1,12 @@
 """vLLM's own directories. The EAGLE-3 one is also what SGLang and TensorRT-LLM's PyTorch backend load."""
 
-from ..layouts import draft_model, eagle3, medusa, pard
+from ..layouts import dflash, draft_model, eagle3, medusa, pard
 from .engine import Engine
 
 ENGINE = Engine(
     version="0.32.0",
     layouts={
+        "dflash": dflash.VLLM,
         "draft_model": draft_model.VLLM,
         "eagle3": eagle3.PLAIN,
         "medusa": medusa.VLLM,

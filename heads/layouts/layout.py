@@ -110,7 +110,9 @@ def make_head(
         asked = f"its config.json asks for {expected.get(odd[0])}"
         raise UserError(f"the export's tensor {odd[0]!r} has shape {given.get(odd[0])}, and {asked}: export the head again.")
     dtypes = {tensor.dtype for tensor in tensors.values()}
-    head.to(dtypes.pop() if len(dtypes) == 1 else torch.float32)
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    for stored in head.state_dict(keep_vars=True).values():  # head.to(dtype) would round RoPE's frequencies, too
+        stored.data = stored.data.to(dtype) if stored.is_floating_point() else stored.data
     head.load_state_dict({**tensors, "target_ids": target_ids})
     return head.to(target.device).eval()
 
