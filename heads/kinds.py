@@ -4,13 +4,14 @@ from pathlib import Path
 
 from ..errors import UserError
 from .base import DraftHead, read_config, read_weights
-from .draft_model import DraftModelHead
 from .dflash import DFlashHead
+from .draft_model import DraftModelHead
 from .eagle import EagleHead
 from .eagle3 import Eagle3Head
 from .hydra import HydraHead
 from .medusa import MedusaHead
 from .mlp_speculator import MlpSpeculatorHead
+from .mtp import MtpHead
 from .pard import PardHead
 from .redrafter import RedrafterHead
 
@@ -24,6 +25,7 @@ KINDS: dict[str, type[DraftHead]] = {
     "mlp_speculator": MlpSpeculatorHead,
     "pard": PardHead,
     "redrafter": RedrafterHead,
+    "mtp": MtpHead,
 }
 
 

@@ -50,6 +50,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "pard": ("pard", {"layers": 2, "mask_token": 127, "ratio": 1.0}),
     "pard-lora": ("pard", {"layers": 2, "mask_token": 127, "ratio": 1.0, "lora": 4}),
     "pard-features": ("pard", {"layers": 2, "mask_token": 127, "ratio": 1.0, "features": True, "feature_scale": 1.0}),
+    "mtp": ("mtp", {"init": "random"}),
+    "mtp-warm": ("mtp", {}),
+    "mtp-deepseek": ("mtp", {"form": "deepseek", "init": "random"}),
+    "mtp-mimo": ("mtp", {"form": "mimo"}),
 }
 WHOLE = {
     "dflash-whole",
@@ -59,6 +63,10 @@ WHOLE = {
     "pard",
     "pard-lora",
     "pard-features",
+    "mtp",
+    "mtp-warm",
+    "mtp-deepseek",
+    "mtp-mimo",
 }  # cases with the target's whole vocabulary
 TAPS = {"pard-features": [1, 4]}  # where a case reads other taps than its kind's default
 

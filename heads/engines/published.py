@@ -39,7 +39,7 @@ def import_head(directory: str | Path, target: Target, kind: str | None = None) 
     layout = ENGINES[engine].layouts[name]
     beside = layout.also(directory) if layout.also else {}
     try:
-        return layout.rebuild(config, read_tensors(directory) | beside, target)
+        return layout.rebuild(config, (read_tensors(directory) if layout.file else {}) | beside, target)
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise UserError(
             f"{directory} looks like a {name} head for {engine}, but its config.json lacks or misstates a key ({error!r})."

@@ -61,9 +61,12 @@ def export(head: DraftHead, target: Target, engine: str, out: str | Path, draft_
     head = head.merged().to(target.device)
     tensors = layout.tensors(head, target)
     check_finite(tensors)
+    if layout.rounded:
+        head = layout.rounded(head, target)
     with new_directory(out, force) as partial:
         (partial / "config.json").write_text(json.dumps(layout.config(head, target, draft_length), indent=2) + "\n")
-        write_tensors(tensors, partial / layout.file)
+        if layout.file:
+            write_tensors(tensors, partial / layout.file)
         if layout.beside:
             layout.beside(head, target, partial)
         compare(head, read(engine, head.kind, partial, target), target)
@@ -83,11 +86,12 @@ def read(engine: str, kind: str, directory: str | Path, target: Target) -> Draft
         ) from error
 
 
-def read_files(directory: Path, file: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    for name in ("config.json", file):
+def read_files(directory: Path, file: str | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    for name in filter(None, ("config.json", file)):
         if not (directory / name).is_file():
             raise UserError(f"{directory} has no {name}: it is no whole export.")
-    return json.loads((directory / "config.json").read_text()), read_tensors(directory / file)
+    config = json.loads((directory / "config.json").read_text())
+    return config, read_tensors(directory / file) if file else {}
 
 
 def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:

@@ -1,12 +1,13 @@
 """SGLang's directories, where they are not the same as vLLM's."""
 
-from ..layouts import dflash
+from ..layouts import dflash, mtp
 from .engine import Engine
 
 ENGINE = Engine(
     version="0.5.23",
     layouts={
         "dflash": dflash.SGLANG,
+        "mtp": mtp.SGLANG,
     },
     others="it loads no head of this kind, or loads vLLM's directory of it",
 )

@@ -1,6 +1,6 @@
 """The speculators format, which vLLM serves as it is."""
 
-from ..layouts import dflash, eagle3
+from ..layouts import dflash, eagle3, mtp
 from .engine import Engine
 
 ENGINE = Engine(
@@ -8,6 +8,7 @@ ENGINE = Engine(
     layouts={
         "dflash": dflash.SPECULATORS_FORMAT,
         "eagle3": eagle3.SPECULATORS,
+        "mtp": mtp.IN_SPECULATORS,
     },
     others="the speculators format that vLLM reads knows eagle3, peagle, dflash, dflash2 and dspark only",
 )

@@ -1,6 +1,6 @@
-"""transformers' own generate(assistant_model=...), which takes causal LMs alone."""
+"""transformers' own generate: with an assistant_model, or with use_mtp for a target that carries a module."""
 
-from ..layouts import dflash, draft_model
+from ..layouts import dflash, draft_model, mtp
 from .engine import Engine
 
 ENGINE = Engine(
@@ -8,6 +8,7 @@ ENGINE = Engine(
     layouts={
         "dflash": dflash.TRANSFORMERS,
         "draft_model": draft_model.TRANSFORMERS,
+        "mtp": mtp.TRANSFORMERS,
     },
-    others="generate(assistant_model=...) drafts with a causal LM alone",
+    others="its generate drafts with another causal LM or with a target's own module",
 )

@@ -1,6 +1,6 @@
 """vLLM's own directories. The EAGLE-3 one is also what SGLang and TensorRT-LLM's PyTorch backend load."""
 
-from ..layouts import dflash, draft_model, eagle3, medusa, pard
+from ..layouts import dflash, draft_model, eagle3, medusa, mtp, pard
 from .engine import Engine
 
 ENGINE = Engine(
@@ -11,6 +11,7 @@ ENGINE = Engine(
         "eagle3": eagle3.PLAIN,
         "medusa": medusa.VLLM,
         "pard": pard.VLLM,
+        "mtp": mtp.VLLM,
     },
     others="it loads no head of this kind",
 )

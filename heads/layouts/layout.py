@@ -31,9 +31,10 @@ class Layout:
     flags: dict[str, Any] = field(default_factory=dict)  # what the engine must be told besides, in its own words
     served: bool = False  # whether scripts/serving_parity.py loads it in the engine itself
     tells: Callable[[dict[str, Any]], bool] = lambda config: False  # whether a published config.json is of this layout
-    file: str = "model.safetensors"
+    file: str | None = "model.safetensors"  # None: ``beside`` writes the tensors, among others that are not the head's
     beside: Callable[[DraftHead, Target, Path], None] | None = None  # writes what else the directory holds
     also: Callable[[Path], dict[str, Tensor]] | None = None  # reads for ``rebuild`` what tensors lie beside
+    rounded: Callable[[DraftHead, Target], DraftHead] | None = None  # the head in the numbers that the file can hold
 
 
 def provenance(head: DraftHead, draft_length: int) -> dict[str, Any]:

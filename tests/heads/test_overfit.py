@@ -41,6 +41,8 @@ CASES = {
     "dflash-markov": ("dflash", BLOCK | {"in_block": "markov", "anchor_predicts": True}, "ce"),
     "dflash-gru": ("dflash", BLOCK | {"in_block": "gru", "memory": 32}, "ce"),
     "dflash-conv": ("dflash", BLOCK | {"in_block": "conv", "candidates": 4}, "ce"),
+    "mtp": ("mtp", {}, "kl"),
+    "mtp-mimo": ("mtp", {"form": "mimo", "init": "random"}, "ce"),
 }
 
 
