@@ -25,7 +25,7 @@ KEPT = 0.5  # of a feature in a fresh guess at the next one: less is further fro
 class EagleOptions(BaseModel):
     """The kind's own part of a recipe.
 
-    ``feature_weight``: the weight of the feature's regression beside the objective of weight 1. ``noise``: features are
+    ``feature_weight``: the weight of the feature's regression beside the objective of weight 1. ``feature_noise``: features are
     shifted by up to so much while training. ``detach``: no gradient runs from a step into the feature that it read.
     ``bias``: fc has one, as the paper's code has for most targets; vLLM drops it.
     """
@@ -34,7 +34,7 @@ class EagleOptions(BaseModel):
     layers: int = Field(default=1, ge=1)
     bias: bool = False
     feature_weight: float = Field(default=10.0, ge=0)
-    noise: float = Field(default=0.1, ge=0)
+    feature_noise: float = Field(default=0.1, ge=0)
     detach: bool = True
     init_layer: Literal["random", "target"] = "target"
 
@@ -93,9 +93,9 @@ class EagleHead(RecurrentHead):
     def noised(self, hidden: Tensor) -> Tensor:
         """The paper's uniform noise. Its code shrinks it with the sequence's length; here a text costs the same packed,
         padded or alone."""
-        if not self.training or not self.options.noise:
+        if not self.training or not self.options.feature_noise:
             return hidden
-        return hidden + (2 * torch.rand_like(hidden) - 1) * self.options.noise
+        return hidden + (2 * torch.rand_like(hidden) - 1) * self.options.feature_noise
 
     def enter(self, embeds: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         return self.layer.enter(self.fc(torch.cat([embeds, hidden], dim=-1)))

@@ -1,6 +1,6 @@
 """The directories that llama.cpp's convert_hf_to_gguf.py takes, with --target-model-dir."""
 
-from ..layouts import dflash, draft_model
+from ..layouts import dflash, draft_model, eagle3
 from .engine import Engine
 
 ENGINE = Engine(
@@ -8,6 +8,7 @@ ENGINE = Engine(
     layouts={
         "dflash": dflash.LLAMACPP,
         "draft_model": draft_model.LLAMA_CPP,
+        "eagle3": eagle3.LLAMACPP,
     },
     others="it converts no head of this kind, or converts vLLM's directory of it",
 )

@@ -1,6 +1,6 @@
 """vLLM's own directories. The EAGLE-3 one is also what SGLang and TensorRT-LLM's PyTorch backend load."""
 
-from ..layouts import dflash, draft_model, eagle3, medusa, mtp, pard
+from ..layouts import dflash, draft_model, eagle, eagle3, medusa, mtp, pard
 from .engine import Engine
 
 ENGINE = Engine(
@@ -8,10 +8,11 @@ ENGINE = Engine(
     layouts={
         "dflash": dflash.VLLM,
         "draft_model": draft_model.VLLM,
+        "eagle": eagle.VLLM,
         "eagle3": eagle3.PLAIN,
         "medusa": medusa.VLLM,
-        "pard": pard.VLLM,
         "mtp": mtp.VLLM,
+        "pard": pard.VLLM,
     },
     others="it loads no head of this kind",
 )

@@ -1,5 +1,6 @@
-"""How EAGLE-3 heads are stored: the directory that vLLM, SGLang and TensorRT-LLM's PyTorch backend load (vLLM 0.32's
-llama_eagle3.py), and the same tensors in the speculators format."""
+"""How EAGLE-3 heads are stored: one directory for vLLM (0.32: llama_eagle3.py), SGLang (0.5.23: llama_eagle3.py),
+TensorRT-LLM's PyTorch backend (modeling_speculative.py) and llama.cpp's converter, as far as each of them goes, and the same
+tensors in the speculators format."""
 
 from functools import partial
 from typing import Any
@@ -10,37 +11,48 @@ from ...errors import UserError
 from ...target import Target
 from ..base import DraftHead
 from ..eagle3 import Eagle3Head
-from ..layers import LAYER_KEYS
 from .layout import (
     Layout,
     dtype_names,
     embedding_tensors,
     llama_config,
     make_head,
-    own_tensors,
     provenance,
-    same,
     speculators_block,
     vocabulary_ids,
     vocabulary_tensors,
 )
+from .llama import draft_length_of, layer_of, layer_tensors, own_names, refuse_scaled_embedding, take_embedding
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-LAYER = "layers.0."  # the layer's name in the speculators format
+NAMES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+USUAL_LENGTH = 5
+UNREAD = "eagle3_layers_to_capture"  # what TensorRT-LLM is told on its command line
+LLAMACPP_LACKS = (
+    "Qwen2ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "PhiForCausalLM", "Phi3ForCausalLM", "SmolLM3ForCausalLM",
+)  # fmt: skip
+
+
+# -- out -----------------------------------------------------------------------------------------------------------
 
 
 def config(head: DraftHead, target: Target, draft_length: int) -> dict[str, Any]:
-    """A one-layer Llama config with every field that some loader would otherwise fill in by itself."""
+    """A Llama config with every field that some loader would otherwise fill in by itself."""
     return {
-        "architectures": ["LlamaForCausalLMEagle3"],
+        "architectures": [NAMES[0]],
         **llama_config(head, target),
         "draft_vocab_size": head.config.draft_vocab_size,
         "target_hidden_size": target.hidden_size,
         "logit_scale": 1.0,
-        **{flag: getattr(head.options, flag) for flag in FLAGS},
-        **tap_keys(head.config.taps, target.depth),
+        **flags(head),
+        **tap_keys(head, target.depth),
         "draftsmith": provenance(head, draft_length),
     }
+
+
+def flags(head: DraftHead) -> dict[str, bool]:
+    """What engines must be told; a kind without the option has it off."""
+    return {flag: getattr(head.options, flag, False) for flag in FLAGS}
 
 
 def default_taps(depth: int) -> list[int]:
@@ -48,48 +60,36 @@ def default_taps(depth: int) -> list[int]:
     return [2, depth // 2, depth - 3]
 
 
-def tap_keys(taps: list[int], depth: int) -> dict[str, Any]:
-    """No key for the default taps: all engines agree on those. Otherwise vLLM reads the top-level ids, as inputs of layers;
-    SGLang the nested ones, as outputs, one lower (it cannot name the embedding)."""
-    if taps == default_taps(depth):
-        return {}
-    nested = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in taps]}} if taps[0] > 0 else {}
-    return {"eagle_aux_hidden_state_layer_ids": taps, **nested}
+def tap_keys(head: DraftHead, depth: int) -> dict[str, Any]:
+    """No key for the default taps: all engines agree on those. Otherwise vLLM and llama.cpp read the top-level ids, as inputs
+    of layers; SGLang the nested ones, as outputs, one lower (it cannot name the embedding). TensorRT-LLM reads none, and
+    norm_before_fc in the nested place alone."""
+    taps = head.config.taps
+    flat: dict[str, Any] = {}
+    nested: dict[str, Any] = {}
+    if taps != default_taps(depth):
+        flat["eagle_aux_hidden_state_layer_ids"] = taps
+        if taps[0] > 0:
+            nested["eagle_aux_hidden_state_layer_ids"] = [tap - 1 for tap in taps]
+    if head.options.norm_before_fc:
+        nested["norm_before_fc"] = True
+    return flat | ({"eagle_config": nested} if nested else {})
 
 
-def tensors(head: DraftHead, target: Target, layer: str = "midlayer.") -> dict[str, Tensor]:
+def tensors(head: DraftHead, target: Target) -> dict[str, Tensor]:
     """fc, ``midlayer.*``, norm, lm_head, the norms that the options ask for, and d2t/t2d of a reduced vocabulary.
 
-    embed_tokens is left out, which makes engines share the target's, unless the target's scales what it looks up.
+    Several layers are ``layers.{i}.*``. The norm before a further layer's attention is vLLM's input_layernorm and SGLang's
+    and TensorRT-LLM's hidden_norm: it stands under both names. embed_tokens is left out, which makes engines share the
+    target's, unless the target's scales what it looks up.
     """
-    renamed = {
-        name.replace("layer.", layer, 1) if name.startswith("layer.") else name: t for name, t in own_tensors(head).items()
+    own = layer_tensors(head, "midlayer." if head.options.layers == 1 else "layers.0.")
+    twice = {
+        name.replace("input_layernorm", "hidden_norm"): norm.clone()
+        for name, norm in own.items()
+        if name.startswith("layers.") and name.endswith("input_layernorm.weight") and not name.startswith("layers.0.")
     }
-    return renamed | vocabulary_tensors(head) | embedding_tensors(target)
-
-
-def rebuild(config: dict[str, Any], tensors: dict[str, Tensor], target: Target, layer: str = "midlayer.") -> DraftHead:
-    """The head of a directory whose tensors of the layer begin with ``layer``."""
-    tensors = dict(tensors)
-    ids = vocabulary_ids(tensors, config["draft_vocab_size"], target.vocab_size)
-    expected = embedding_tensors(target)
-    if not same(expected.get("embed_tokens.weight"), tensors.pop("embed_tokens.weight", None)):
-        raise UserError("the export's embed_tokens.weight is not what the target's embedding gives: export the head again.")
-    taps = config.get("eagle_aux_hidden_state_layer_ids") or default_taps(target.depth)
-    if len(taps) != config["num_aux_hidden_states"]:
-        raise UserError(
-            f"the export names taps {taps} and num_aux_hidden_states {config['num_aux_hidden_states']}: they must agree."
-        )
-    return make_head(
-        Eagle3Head,
-        target,
-        ids,
-        {name.replace(layer, "layer.", 1) if name.startswith(layer) else name: t for name, t in tensors.items()},
-        taps=taps,
-        depths=config["draftsmith"]["draft_length"],
-        options={flag: config[flag] for flag in FLAGS},
-        layer={key: config[key] for key in LAYER_KEYS},
-    )
+    return own | twice | vocabulary_tensors(head) | embedding_tensors(target)
 
 
 def speculators_config(head: DraftHead, target: Target, draft_length: int) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def speculators_config(head: DraftHead, target: Target, draft_length: int) -> di
         "draft_vocab_size": head.config.draft_vocab_size,
         "target_hidden_size": target.hidden_size,
         "eagle_aux_hidden_state_layer_ids": head.config.taps,
-        **{flag: getattr(head.options, flag) for flag in FLAGS},
+        **flags(head),
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
         **dtype_names(target),
@@ -113,9 +113,172 @@ def speculators_config(head: DraftHead, target: Target, draft_length: int) -> di
     }
 
 
+def speculators_tensors(head: DraftHead, target: Target) -> dict[str, Tensor]:
+    return layer_tensors(head, "layers.0.") | vocabulary_tensors(head) | embedding_tensors(target)
+
+
+def sglang_config(head: DraftHead, target: Target, draft_length: int) -> dict[str, Any]:
+    refuse_normed_residual(head, "SGLang")
+    refuse_scaled_embedding(target, "SGLang")
+    refuse_taps(head, "SGLang", {0: "the embedding", target.depth: "the last layer's output"})
+    return config(head, target, draft_length)
+
+
+def tensorrt_config(head: DraftHead, target: Target, draft_length: int) -> dict[str, Any]:
+    """Taps cannot be in it: ``draftsmith`` notes what Eagle3DecodingConfig has to be told, layers by their outputs."""
+    refuse_normed_residual(head, "TensorRT-LLM")
+    refuse_scaled_embedding(target, "TensorRT-LLM")
+    refuse_taps(head, "TensorRT-LLM", {0: "the embedding"})
+    found = config(head, target, draft_length)
+    return found | {"draftsmith": found["draftsmith"] | {UNREAD: [tap - 1 for tap in head.config.taps]}}
+
+
+def llamacpp_config(head: DraftHead, target: Target, draft_length: int) -> dict[str, Any]:
+    """The converter reads the ids of taps as vLLM does. It needs the target's directory beside this one."""
+    if len(head.config.taps) != 3:
+        raise UserError(f"llama.cpp reads exactly 3 taps, and this head has {len(head.config.taps)}: export it for vllm.")
+    if head.options.layers != 1:
+        raise UserError(f"llama.cpp runs heads of one layer, and this one has {head.options.layers}: export it for vllm.")
+    for flag in ("fc_norm", "norm_output"):
+        if flags(head)[flag]:
+            raise UserError(f"llama.cpp knows no {flag}: export the head for vllm, or train it without options.{flag}.")
+    if head.config.target.architecture in LLAMACPP_LACKS:
+        raise UserError(f"llama.cpp records no features of a {head.config.target.architecture}: export the head for vllm.")
+    return config(head, target, draft_length)
+
+
+def refuse_normed_residual(head: DraftHead, engine: str) -> None:
+    if head.options.norm_before_residual:
+        raise UserError(
+            f"{engine} has no norm_before_residual and would draft something else: export the head for vllm, or train it "
+            "without options.norm_before_residual."
+        )
+
+
+def refuse_taps(head: DraftHead, engine: str, unread: dict[int, str]) -> None:
+    for tap, what in unread.items():
+        if tap in head.config.taps:
+            raise UserError(f"{engine} cannot read tap {tap}, {what}: export the head for vllm, or train it with other taps.")
+
+
+# -- in ------------------------------------------------------------------------------------------------------------
+
+
+def rebuild(
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    target: Target,
+    taps: list[int] | None,
+    norm: str = "input_layernorm",
+    normed_residual: bool = False,
+    kind: type[DraftHead] = Eagle3Head,
+    **options: Any,
+) -> DraftHead:
+    """The head of a directory, ours or published.
+
+    ``taps`` as the engine finds them in the config (None: the default ones), ``norm`` the name under which it reads the norm
+    before a further layer's attention, ``normed_residual`` what a silent config means by norm_before_residual.
+    """
+    tensors = further_norms(own_names(tensors), norm)
+    take_embedding(tensors, target)
+    layer = layer_of(config, target)
+    said = config | (config.get("eagle_config") or {})
+    taps = taps or default_taps(target.depth)
+    target.check_taps(taps)
+    for key, own in (("num_aux_hidden_states", len(taps)), ("target_hidden_size", target.hidden_size)):
+        if (said.get(key) or own) != own:
+            raise UserError(f"the checkpoint's {key} is {said[key]}, and its taps {taps} of {target.name} make it {own}.")
+    size = said.get("draft_vocab_size") or len(tensors.get("d2t", range(target.vocab_size)))
+    if size == target.vocab_size:
+        without_map(tensors, target)
+    silent = {"norm_before_residual": normed_residual}
+    ours = "draftsmith" in config
+    found = {flag: bool(said[flag] if ours else said.get(flag, silent.get(flag, False))) for flag in FLAGS}
+    return make_head(
+        kind,
+        target,
+        vocabulary_ids(tensors, size, target.vocab_size),
+        tensors,
+        taps=taps,
+        depths=draft_length_of(config, USUAL_LENGTH),
+        options={flag: found[flag] for flag in FLAGS if flag in kind.Options.model_fields}
+        | {"layers": layer["num_hidden_layers"]}
+        | options,
+        layer=layer,
+    )
+
+
+def further_norms(tensors: dict[str, Tensor], norm: str) -> dict[str, Tensor]:
+    """The norm before every further layer's attention as its input_layernorm: the one that the engine reads, else the other."""
+    found = dict(tensors)
+    for name in tensors:
+        if name.startswith("further.") and name.endswith("hidden_norm.weight"):
+            theirs, plain = found.pop(name), name.replace("hidden_norm", "input_layernorm")
+            if norm == "hidden_norm" or plain not in found:
+                found[plain] = theirs
+    return found
+
+
+def without_map(tensors: dict[str, Tensor], target: Target) -> None:
+    """Drop the maps of a vocabulary that maps to itself, and fill in the output head that such a head may share."""
+    if "d2t" in tensors and not tensors["d2t"].any():
+        del tensors["d2t"]
+        tensors.pop("t2d", None)
+    if "lm_head.weight" not in tensors:
+        rows = target.output_head.get_parameter("weight")[: target.vocab_size]
+        tensors["lm_head.weight"] = rows.detach().cpu().to(tensors["fc.weight"].dtype).clone()
+
+
+def vllm_taps(config: dict[str, Any]) -> list[int] | None:
+    return config.get("eagle_aux_hidden_state_layer_ids")
+
+
+def sglang_taps(config: dict[str, Any]) -> list[int] | None:
+    ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    return ids and [id + 1 for id in ids]
+
+
+def vllm_rebuild(config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> DraftHead:
+    return rebuild(config, tensors, target, vllm_taps(config))
+
+
+def sglang_rebuild(config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> DraftHead:
+    return rebuild(config, tensors, target, sglang_taps(config), norm="hidden_norm")
+
+
+def tensorrt_rebuild(config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> DraftHead:
+    ids = config.get("draftsmith", {}).get(UNREAD)
+    return rebuild(config, tensors, target, ids and [id + 1 for id in ids], norm="hidden_norm")
+
+
 def speculators_rebuild(config: dict[str, Any], tensors: dict[str, Any], target: Target) -> DraftHead:
-    return rebuild({**config["transformer_layer_config"], **config}, tensors, target, LAYER)
+    """A silent config is read as vLLM reads it, with norm_before_residual."""
+    merged = {**config["transformer_layer_config"], **config}
+    return rebuild(merged, tensors, target, vllm_taps(merged), normed_residual=True)
 
 
-PLAIN = Layout(config, tensors, rebuild, method="eagle3", served=True)
-SPECULATORS = Layout(speculators_config, partial(tensors, layer=LAYER), speculators_rebuild, method="eagle3", served=True)
+def tells(config: dict[str, Any], engine: str) -> bool:
+    """The paper's repository gives a head the name of a whole Llama, with a draft vocabulary; only SGLang's trainers write
+    nested ids alone."""
+    name = (config.get("architectures") or [None])[0]
+    known = name in NAMES or (name == "LlamaForCausalLM" and "draft_vocab_size" in config)
+    if not known or "pard_token" in config or "mask_token_id" in config:
+        return False
+    if UNREAD in config.get("draftsmith", {}):
+        return engine == "tensorrt-llm"
+    nested = vllm_taps(config) is None and sglang_taps(config) is not None
+    return engine == ("sglang" if nested else "vllm")
+
+
+PLAIN = Layout(config, tensors, vllm_rebuild, method="eagle3", served=True, tells=partial(tells, engine="vllm"))
+SGLANG = Layout(sglang_config, tensors, sglang_rebuild, method="EAGLE3", tells=partial(tells, engine="sglang"))
+TENSORRT_LLM = Layout(tensorrt_config, tensors, tensorrt_rebuild, method="Eagle3", tells=partial(tells, engine="tensorrt-llm"))
+LLAMACPP = Layout(llamacpp_config, tensors, vllm_rebuild, method="draft-eagle3")
+SPECULATORS = Layout(
+    speculators_config,
+    speculators_tensors,
+    speculators_rebuild,
+    method="eagle3",
+    served=True,
+    tells=lambda config: config.get("speculators_model_type") == "eagle3",
+)

@@ -20,7 +20,7 @@ DEPTHS, NEW = 3, 26
 PROMPT = [1, 40, 41, 42, 43, 2, 101, 1, 60, 61]
 CASES = {
     "eagle": ("eagle", {}, "kl"),
-    "eagle-through": ("eagle", {"detach": False, "layers": 2, "init_layer": "random", "noise": 0.0}, "kl"),
+    "eagle-through": ("eagle", {"detach": False, "layers": 2, "init_layer": "random", "feature_noise": 0.0}, "kl"),
     "eagle3": ("eagle3", {}, "kl"),
     "eagle3-layers": ("eagle3", {"layers": 2}, "kl"),
     "eagle3-3.1": ("eagle3", {"fc_norm": True, "norm_output": True, "init_layer": "random"}, "lk"),
