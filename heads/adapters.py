@@ -12,6 +12,7 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from ..errors import UserError
 from ..target import Target
@@ -32,10 +33,8 @@ class Adapter(nn.Module):
     def __init__(self, sizes: dict[str, list[int]], rank: int, alpha: float, dropout: float) -> None:
         super().__init__()
         self.sizes, self.rank, self.alpha, self.dropout = sizes, rank, alpha, dropout
-        self.attached: tuple[Any, list[tuple[nn.Module, str, Any]]] = (
-            None,
-            [],
-        )  # a target's model and its grafts, no parts of this
+        # a target's model and its grafts, which are no parts of this module
+        self.attached: tuple[Any, list[tuple[nn.Module, str, Any]]] = (None, [])
         for name, (inputs, outputs) in sizes.items():
             module: nn.Module = self
             for place in name.split("."):
@@ -106,8 +105,11 @@ def sizes(target: Target, rank: int, modules: Sequence[str] | str) -> dict[str, 
     names = modules if isinstance(modules, str) else list(modules)
     layers = lora_layers(target, LoraConfig(r=rank, target_modules=names))
     for name, layer in layers.items():
-        if not layer.lora_A:
-            raise UserError(f"{name} of {target.name} is no linear module: leave it out of head.options.lora.modules.")
+        if not isinstance(layer.base_layer, nn.Linear | Conv1D):
+            raise UserError(
+                f"{name} of {target.name} is no linear module: name others in head.options.lora.modules, such as those of "
+                "the attention."
+            )
         if layer.base_layer.weight is target.embed.get_parameter("weight"):
             raise UserError(
                 f"{target.name} ties {name} to its embedding, which an adapter would pull apart: "
@@ -124,18 +126,18 @@ def lora_layers(target: Target, config: LoraConfig) -> dict[str, Any]:
     model = target.model
     if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
         raise UserError(f"{target.name} carries adapters already: merge them into it (peft's merge_and_unload) and save it.")
-    asked = config.target_modules
     try:
         inject_adapter_in_model(config, model, NAME, low_cpu_mem_usage=True)
     except ValueError as error:
         raise UserError(
-            f"{target.name} has no modules for adapters called {asked} ({str(error).splitlines()[0]}): "
+            f"adapters do not fit {target.name} ({str(error).splitlines()[0]}): "
             "name its linear modules in head.options.lora.modules, or write all-linear."
         ) from error
     finally:
-        made = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+        found = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+        made: dict[str, Any] = {name: layer for name, layer in found.items() if not name.endswith(".base_layer")}
         for name, layer in made.items():
-            place(model, name, layer.base_layer)
+            place(model, name, layer.get_base_layer())
         model.__dict__.pop("peft_config", None)
     return made
 

@@ -23,6 +23,7 @@ from draftsmith.data.store import Store
 from draftsmith.data.tally import Tally
 from draftsmith.errors import UserError
 from draftsmith.heads.eagle3 import Eagle3Head
+from draftsmith.heads.kinds import load_head
 from draftsmith.recipes.schema import Recipe, load_recipe
 from draftsmith.target import Target
 from draftsmith.train.loop import prepare, rate, read_examples, start, train
@@ -354,3 +355,17 @@ def test_the_last_share_of_the_steps_learns_from_rollouts(workplace, whole_run):
         train(recipe_in(workplace, f"policy-{share}", f"train.on_policy={share}", "objective.loss=kl"))
     plain, rolled = losses(workplace / "policy-0"), losses(workplace / "policy-0.4")
     assert rolled[:6] == plain[:6] and all(a != b for a, b in zip(rolled[6:], plain[6:], strict=True))
+
+
+def test_an_adapter_trains_beside_its_heads_and_resumes(workplace):
+    """Medusa-2: the heads at a multiple of the logged rate, which is the adapter's; a resumed run is the unbroken one."""
+    changes = ["head.kind=medusa", "head.options={lora: {rank: 4, heads_lr: 3}}", "train.checkpoint_every=4"]
+    run = workplace / "medusa2"
+    train(recipe_in(workplace, run.name, *changes))
+    expected = curve(run)
+    assert load_head(run / "head").adapts and expected[-1]["loss"] < expected[0]["loss"]
+    tensors = load_file(run / "checkpoints" / "step-8" / "model.safetensors")
+    assert all(tensor.any() for name, tensor in tensors.items() if "lora_B" in name)
+    AcceleratorState._reset_state()
+    train(recipe_in(workplace, run.name, *changes), resume=True)
+    assert curve(run) == expected
