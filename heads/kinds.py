@@ -23,9 +23,9 @@ KINDS: dict[str, type[DraftHead]] = {
     "hydra": HydraHead,
     "medusa": MedusaHead,
     "mlp_speculator": MlpSpeculatorHead,
+    "mtp": MtpHead,
     "pard": PardHead,
     "redrafter": RedrafterHead,
-    "mtp": MtpHead,
 }
 
 
