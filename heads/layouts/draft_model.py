@@ -102,7 +102,9 @@ def make_own(
             options=kind.Options.model_validate(options).model_dump(),
             layer=layer | {"vocab_size": target.vocab_size},
         )
-    ).to(lm.dtype)
+    )
+    for parameter in head.parameters():  # head.to(dtype) would round RoPE's frequencies, too
+        parameter.data = parameter.data.to(lm.dtype)
     own_lm.copy_weights(lm, head.get_submodule("lm"), "the checkpoint")  # type: ignore[arg-type]
     return head.to(target.device).eval()
 
