@@ -13,7 +13,7 @@ from .errors import UserError
 from .eval.harness import measure
 from .eval.prompts import read_prompts
 from .eval.report import table, write_report
-from .eval.tree import parse
+from .eval.tree import parse_or_search
 from .eval.typical import read_typical
 from .heads.base import check_target, read_config
 from .heads.engines.published import import_head
@@ -76,7 +76,7 @@ def evaluate(
     debug: Debug = False,
 ) -> None:
     """Measure a head: acceptance length, acceptance by position, speed against plain decoding."""
-    form, sampling = parse(tree), Sampling(temperature, top_k, top_p)
+    form, sampling = parse_or_search(tree), Sampling(temperature, top_k, top_p)
     typical = read_typical(lossy_typical) if lossy_typical is not None else None
     with new_directory(out, force) as partial:
         config, chosen = read_config(head), read_prompts(prompts)[:limit]

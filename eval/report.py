@@ -45,10 +45,10 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
         ("lossless", losslessness(result)),
         ("with respect to", result["lossless_to"]),
     ]
-    if draft["name"] != "none":
-        found.insert(1, ("drafted per pass", drafted(draft)))
     if len(result["categories"]) > 1:
         found.insert(2, ("τ by category", "  ".join(f"{name} {tau:.3f}" for name, tau in result["categories"].items())))
+    if draft["name"] != "none":
+        found.insert(1, ("drafted per pass", drafted(draft)))
     return found
 
 

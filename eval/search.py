@@ -81,7 +81,7 @@ def search(accuracy: list[list[float]], nodes: int) -> Shape:
     """Grow a tree by the path most likely to be accepted, a node's next sibling or its first child, until it has so many
     nodes or every other path was never right. A path's chance is the product of ``accuracy[depth][rank]`` along it."""
     paths: list[tuple[int, ...]] = []
-    waiting = [(-value(accuracy, (0,)), 1, (0,))]
+    waiting: list[tuple[float, int, tuple[int, ...]]] = [(-value(accuracy, (0,)), 1, (0,))]
     while waiting and len(paths) < nodes and (waiting[0][0] < 0 or not paths):
         _, _, path = heapq.heappop(waiting)
         paths.append(path)

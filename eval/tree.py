@@ -9,10 +9,7 @@ from ..heads.drafting import Adaptive, Form
 from ..heads.growing import Beam, Dynamic
 
 NONE = Shape("none", (), ())
-HINT = (
-    "write none, chain:5, chain:8,stop=0.3, tree:4x2x1, a list of paths [[0],[1],[0,0]], dynamic:24,k=10,depth=8, beam:4x5 or "
-    "search:24"
-)
+HINT = "write none, chain:5, chain:8,stop=0.3, tree:4x2x1, a list of paths [[0],[1],[0,0]], dynamic:24,k=10,depth=8 or beam:4x5"
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,7 @@ def from_paths(paths: list[tuple[int, ...]], name: str) -> Shape:
     return Shape(name, tuple(index[path[:-1]] for path in ordered), tuple(path[-1] for path in ordered))
 
 
-def parse(text: str) -> Form | Search:
+def parse(text: str) -> Form:
     """Read a draft's form, in the notations of ``HINT``: a tree's numbers are the children of each node by depth, a beam's
     its paths and their length, and what stands behind a comma may be left out."""
     if text == "none":
@@ -72,9 +69,6 @@ def parse(text: str) -> Form | Search:
         if kind == "dynamic":
             given = Settings(settings, {"k", "depth", "stop"})
             return Dynamic(positive(size), given.count("k", 10), given.count("depth", 8), given.chance("stop"))
-        if kind == "search":
-            given = Settings(settings, {"k", "depth"})
-            return Search(positive(size), given.count("k", 10), given.count("depth", 8))
         if kind == "tree" and not settings:
             return full([positive(width) for width in size.split("x")])
         if kind == "beam" and not settings:
@@ -85,14 +79,28 @@ def parse(text: str) -> Form | Search:
     raise UserError(f"--tree {text!r} is no draft shape: {HINT}.")
 
 
+def parse_or_search(text: str) -> Form | Search:
+    """Read a form as ``parse`` does, or a wish for one: ``search:24`` or ``search:24,k=10,depth=8``."""
+    if not text.startswith("search:"):
+        return parse(text)
+    try:
+        size, *settings = text.removeprefix("search:").split(",")
+        given = Settings(settings, {"k", "depth"})
+        return Search(positive(size), given.count("k", 10), given.count("depth", 8))
+    except ValueError as error:
+        raise UserError(f"--tree {text!r} cannot be read ({error}): write search:24 or search:24,k=10,depth=8.") from error
+
+
 class Settings:
     """What stands behind the commas, as name=value; ValueError for a name that is not ``known``."""
 
     def __init__(self, texts: list[str], known: set[str]) -> None:
-        self.given = dict(text.split("=", 1) if "=" in text else (text, "") for text in texts)
-        for name in self.given:
+        self.given: dict[str, str] = {}
+        for text in texts:
+            name, _, value = text.partition("=")
             if name not in known:
                 raise ValueError(f"{name!r} is no setting of it; there is {', '.join(sorted(known))}")
+            self.given[name] = value
 
     def count(self, name: str, default: int) -> int:
         return positive(self.given[name]) if name in self.given else default

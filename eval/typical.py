@@ -20,7 +20,7 @@ class Typical:
 
     @property
     def name(self) -> str:
-        return f"typical acceptance ε={self.eps:g} δ={self.delta:g}"
+        return f"typical acceptance ε={self.eps:.3g} δ={self.delta:.3g}"
 
 
 def read_typical(text: str) -> Typical:

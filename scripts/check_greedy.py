@@ -32,7 +32,8 @@ from draftsmith.eval.prompts import read_prompts
 from draftsmith.eval.tree import parse
 from draftsmith.eval.verifier import Generation, generate
 from draftsmith.fetch import DEMO_TARGET
-from draftsmith.heads.base import DraftHead, Shape, check_target
+from draftsmith.heads.base import DraftHead, check_target
+from draftsmith.heads.drafting import Form
 from draftsmith.heads.kinds import KINDS, load_head
 from draftsmith.target import Target
 from draftsmith.train.objectives import Objective
@@ -145,7 +146,7 @@ def fit(head: DraftHead, target: Target, examples: list[Encoded], steps: int) ->
     return head.eval()
 
 
-def drafts(head: DraftHead) -> list[Shape]:
+def drafts(head: DraftHead) -> list[Form]:
     """The chain and the tree, no deeper than the head drafts; heads without a cache of their own draft trees alone."""
     chain, tree = (parse(text) for text in DRAFTS)
     return [chain, tree] if head.deepest is None else [tree.cut(head.deepest)]
@@ -157,7 +158,7 @@ def drafts(head: DraftHead) -> list[Shape]:
 def compare(
     name: str,
     head: DraftHead,
-    shape: Shape,
+    shape: Form,
     target: Target,
     prompts: list[list[int]],
     texts: list[list[int]],
@@ -180,7 +181,7 @@ def compare(
         "lossless": all(place["margin"] < NEAR_TIE for place in parted),
         "emitted_tokens": sum(len(generation.tokens) for generation in generations),
         "tau": round(tau(generations), 4),
-        "accepted_per_position": [round(share, 4) for share in per_position(generations, max(shape.depths))],
+        "accepted_per_position": [round(share, 4) for share in per_position(generations, shape.length)],
         "seconds": round(time.perf_counter() - start, 1),
     }
     note(f"{name}, {shape.name}: {case['equal']} of {len(prompts)} texts equal, τ {case['tau']}")

@@ -96,8 +96,15 @@ def test_train_resumes_and_replaces_only_when_told(place: Path, tmp_path: Path):
 
 @pytest.mark.parametrize(
     "options",
-    [["--tree", "chain:2"], ["--tree", "tree:2x2", "--temperature", "0.8", "--top-p", "0.9"], ["--tree", "none"]],
-    ids=["chain", "sampled-tree", "none"],
+    [
+        ["--tree", "chain:2"],
+        ["--tree", "tree:2x2", "--temperature", "0.8", "--top-p", "0.9"],
+        ["--tree", "none"],
+        ["--tree", "dynamic:6,k=2,depth=3,stop=0.01"],
+        ["--tree", "beam:2x3", "--temperature", "1"],
+        ["--tree", "chain:4,stop=0.1", "--temperature", "1", "--sampled-drafts"],
+    ],
+    ids=["chain", "sampled-tree", "none", "dynamic", "beam", "stopping-chain"],
 )
 def test_eval_reports(place: Path, tmp_path: Path, options: list[str]):
     arguments = ["--prompts", place / "good.jsonl", "--max-new-tokens", "6", "--limit", "3", "--baseline", "2", *options]
@@ -112,6 +119,27 @@ def test_eval_reports(place: Path, tmp_path: Path, options: list[str]):
     assert json.loads((tmp_path / "eval" / "report.json").read_text())["results"] == [result]
     assert {path.name for path in (tmp_path / "eval").iterdir()} == {"report.json", "report.html", "acceptance.png"}
     assert [path.name for path in tmp_path.iterdir()] == ["eval"]  # nothing is left beside it
+
+
+def test_eval_names_what_is_lossy(place: Path, tmp_path: Path):
+    arguments = ["--prompts", place / "good.jsonl", "--max-new-tokens", "6", "--temperature", "1", "--lossy-typical", "0.2"]
+    done = draftsmith("eval", place / "run" / "head", *arguments, "--out", tmp_path / "eval", "--json")
+    assert done.code == 0, done.err
+    (result,) = done.document["results"]
+    assert result["lossless"] is False and result["lossy"] == "typical acceptance ε=0.2 δ=0.447"
+    page = (tmp_path / "eval" / "report.html").read_text(encoding="utf-8")
+    assert page.count("typical acceptance ε=0.2 δ=0.447") == 2  # in the title, as in the picture, and under lossless
+
+
+def test_eval_chooses_a_tree_and_says_which(place: Path, tmp_path: Path):
+    arguments = ["--prompts", place / "good.jsonl", "--max-new-tokens", "6", "--tree"]
+    done = draftsmith("eval", place / "run" / "head", *arguments, "search:5,depth=2", "--out", tmp_path / "a", "--json")
+    assert done.code == 0, done.err
+    (result,) = done.document["results"]
+    assert result["search"]["prompts"] >= 1 and result["draft"]["kind"] in ("tree", "chain")
+    paths = json.dumps(result["draft"]["paths"], separators=(",", ":"))
+    again = draftsmith("eval", place / "run" / "head", *arguments, paths, "--out", tmp_path / "b", "--json")
+    assert again.document["results"][0]["draft"]["paths"] == result["draft"]["paths"]
 
 
 def test_eval_prints_a_table(place: Path, tmp_path: Path):
@@ -222,6 +250,11 @@ MISTAKES = [
     Mistake("broken prompts", EVAL + " --prompts {place}/broken.jsonl", ["line 2"]),
     Mistake("unknown tree", EVAL + " --tree bush:3", ["bush:3", "chain:5"]),
     Mistake("broken tree", EVAL + " --tree chain:x", ["chain:x"]),
+    Mistake("unknown setting of a tree", EVAL + " --tree dynamic:24,nodes=3", ["'nodes'", "depth, k, stop"]),
+    Mistake("drawn dynamic tree", EVAL + " --tree dynamic:24 --sampled-drafts", ["dynamic:24", "--sampled-drafts"]),
+    Mistake("broken threshold", EVAL + " --temperature 1 --lossy-typical 0.1,x", ["--lossy-typical", "0.09,0.3"]),
+    Mistake("greedy and lossy", EVAL + " --lossy-typical 0.09", ["--lossy-typical", "--temperature"]),
+    Mistake("one prompt for a search", EVAL + " --tree search:9 --limit 1", ["search:9", "two prompts"]),
     Mistake("negative temperature", EVAL + " --temperature -1", ["temperature"]),
     Mistake("no top-p", EVAL + " --temperature 1 --top-p 0", ["top_p"]),
     Mistake("eval: output exists", EVAL + " --out {place}/taken", ["taken exists", "--force"]),

@@ -3,7 +3,10 @@
 import pytest
 
 from draftsmith.errors import UserError
-from draftsmith.eval.tree import NONE, chain, from_paths, full, parse
+from draftsmith.eval.tree import NONE, Search, chain, from_paths, full, parse, parse_or_search
+from draftsmith.heads.base import Shape
+from draftsmith.heads.drafting import Adaptive
+from draftsmith.heads.growing import Beam, Dynamic
 
 PATHS = [(0,), (1,), (0, 0), (0, 1), (0, 0, 0)]
 
@@ -44,10 +47,30 @@ def test_children_come_best_first_whatever_their_place() -> None:
         ("tree:4x2x1", full([4, 2, 1])),
         ("tree:1x1", full([1, 1])),
         ("[[0],[1],[0,0],[0,1],[0,0,0]]", from_paths(PATHS, "tree:paths")),
+        ("chain:8,stop=0.3", Adaptive(8, 0.3)),
+        ("dynamic:24", Dynamic(24, 10, 8, 0.0)),
+        ("dynamic:24,depth=6,k=7,stop=0.05", Dynamic(24, 7, 6, 0.05)),
+        ("beam:4x5", Beam(4, 5)),
+        ("search:24", Search(24, 10, 8)),
+        ("search:24,depth=3,k=4", Search(24, 4, 3)),
     ],
 )
 def test_what_can_be_written(text: str, shape: object) -> None:
-    assert parse(text) == shape
+    found = parse_or_search(text)
+    assert found == shape
+    assert text.startswith("[") or parse_or_search(found.name) == found
+
+
+def test_a_tree_is_written_as_its_paths() -> None:
+    for shape in (full([3, 2, 1]), chain(4), from_paths(PATHS, "mine")):
+        again = parse(str(shape.paths))
+        assert isinstance(again, Shape) and (again.parents, again.ranks) == (shape.parents, shape.ranks)
+    assert sorted(full([2, 1]).paths) == [[0], [0, 0], [1], [1, 0]]
+
+
+def test_the_nodes_a_head_must_read() -> None:
+    assert from_paths(PATHS, "mine").bearing == ((0,), (1,), (3,))
+    assert full([2, 2]).bearing == ((0,), (1, 2)) and chain(3).bearing == ((0,), (1,), (2,)) and NONE.bearing == ()
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 3, 9])
@@ -62,9 +85,17 @@ def test_cut(depth: int) -> None:
     "text",
     [
         "", "chain", "chain:", "chain:0", "chain:-1", "chain:x", "tree:", "tree:2x0", "tree:2xa", "tree:2x", "[[0],[0,0]",
+        "chain:5,stop", "chain:5,stop=0", "chain:5,stop=1", "chain:5,stop=x", "chain:5,k=3", "dynamic:", "dynamic:0",
+        "dynamic:9,k=0", "dynamic:9,nodes=3", "dynamic:9,depth=x", "beam:4", "beam:4x", "beam:4x5x6", "beam:0x2",
+        "beam:4x5,k=2", "search:x", "search:9,stop=0.1", "tree:2x2,k=3", "none,k=3",
         "[1,2]", "[[0,0]]", "[[1]]", "[[0],[0,1]]", "[[]]", '[["a"]]', "[[0],[-1]]", "[[0.5]]", "[]", "3",
     ],
 )  # fmt: skip
 def test_what_is_no_shape_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(UserError, match=r"chain:5|better sibling|ranks from 0"):
-        parse(text)
+    with pytest.raises(UserError, match=r"chain:5|better sibling|ranks from 0|search:24"):
+        parse_or_search(text)
+
+
+def test_a_search_is_no_form_yet() -> None:
+    with pytest.raises(UserError, match="search:24"):
+        parse("search:24")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import scipy.stats
 import torch
-from pydantic import BaseModel
+from scripted import ScriptedHead
 from torch import Tensor
 
 from draftsmith.errors import UserError
@@ -15,7 +15,8 @@ from draftsmith.eval import verifier
 from draftsmith.eval.tree import NONE, chain, full, parse
 from draftsmith.eval.verifier import Generation, generate, truncate
 from draftsmith.heads import drafting
-from draftsmith.heads.base import DraftHead, Guess, HeadConfig, Shape, TargetIdentity
+from draftsmith.heads.base import DraftHead, Guess, Shape
+from draftsmith.heads.drafting import Form
 from draftsmith.heads.kinds import KINDS
 from draftsmith.sampling import GREEDY, Sampling, probabilities
 from draftsmith.target import Features, Target
@@ -30,6 +31,10 @@ SHAPES = [
     "chain:5",
     "tree:3x2x1",
     "[[0],[1],[2],[0,0],[0,1],[1,0],[0,0,0],[0,0,0,0]]",
+    "dynamic:12,k=4,depth=5",
+    "dynamic:6,k=3,depth=4,stop=0.01",
+    "beam:3x4",
+    "chain:4,stop=0.1",
 ]
 GRID = [("eagle3", shape) for shape in SHAPES] + [("medusa", shape) for shape in SHAPES if shape != "chain:5"]
 
@@ -75,65 +80,16 @@ def test_case_20a_greedy_text_is_the_librarys(lively_target: Target, texts: list
         assert sum(result.accepted) + len(result.accepted) + 1 >= NEW
 
 
-class EmptyOptions(BaseModel):
-    pass
-
-
-def guess(logits: Tensor) -> Guess:
-    return Guess(logits, logits)
-
-
-class TestDraftHead(DraftHead):
-    """A head for tests: ``begin`` and ``deepen`` come from a function of (rows committed, drafted path) to logits [V]."""
-
-    __test__ = False
-    kind, Options = "test", EmptyOptions
-
-    def __init__(self, vocab: int, target_ids: Tensor, taps: list[int] | None = None) -> None:
-        identity = TargetIdentity(name="t", fingerprint="", architecture="", depth=1, hidden_size=1, vocab_size=vocab)
-        super().__init__(HeadConfig(kind="test", target=identity, taps=taps or [], depths=1, draft_vocab_size=len(target_ids)))
-        self.target_ids.copy_(target_ids)
-
-    @classmethod
-    def default_taps(cls, target: Target) -> list[int]:
-        return []
-
-    def initialize(self, target: Target) -> None: ...
-
-    def predict(self, *_: Any) -> list:
-        return []
-
-    def logits(self, committed: list[int], path: list[int]) -> Tensor:
-        raise NotImplementedError
-
-    def new_state(self) -> dict:
-        return {"committed": [], "paths": {}}
-
-    def begin(self, state: dict, features: Features, ids: Tensor, target: Target) -> Guess:
-        assert len(features.last) == len(ids) - 1  # every committed row comes once, with the token behind it
-        assert state["committed"][-1:] in ([], ids[:1].tolist())
-        state["committed"] += ids[1:].tolist()
-        state["paths"] = {0: []}
-        return guess(self.logits(state["committed"], [])[self.target_ids][None])
-
-    def deepen(self, state: dict, nodes: list[int], tokens: Tensor, shape: Shape, target: Target) -> Guess:
-        rows = []
-        for node, token in zip(nodes, tokens.tolist(), strict=True):
-            state["paths"][node] = [*state["paths"][shape.parents[node - 1]], token]
-            rows.append(self.logits(state["committed"], state["paths"][node])[self.target_ids])
-        return guess(torch.stack(rows))
-
-
-class Oracle(TestDraftHead):
+class Oracle(ScriptedHead):
     """Knows the target's text and says it with a chance of one half, else puts it on another rank."""
 
     def __init__(self, text: list[int], seed: int = 0) -> None:
         super().__init__(128, torch.arange(128), taps=[1, 3])
         self.text, self.generator = text, torch.Generator().manual_seed(seed)
-        self.read: list[Features] = []
+        self.features: list[Features] = []
 
     def begin(self, state: dict, features: Features, ids: Tensor, target: Target) -> Guess:
-        self.read.append(features)
+        self.features.append(features)
         return super().begin(state, features, ids, target)
 
     def logits(self, committed: list[int], path: list[int]) -> Tensor:
@@ -147,13 +103,17 @@ def known(prompt: list[int], text: list[int]) -> list[int]:
     return [*prompt[1:], *text]
 
 
-@pytest.mark.parametrize("shape", ["chain:1", "chain:3", "chain:5", "tree:3x2x1", "tree:2x2x2x1"])
+@pytest.mark.parametrize(
+    "shape",
+    ["chain:1", "chain:3", "chain:5", "tree:3x2x1", "tree:2x2x2x1", "dynamic:8,k=2,depth=4", "beam:3x3", "chain:5,stop=0.0001"],
+)
 def test_greedy_text_with_half_of_the_drafts_accepted(lively_target: Target, texts: list[list[int]], shape: str) -> None:
     proposed = accepted = 0
     for i, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True)):
         result = generate(lively_target, Oracle(known(prompt, text), i), prompt, parse(shape), NEW)
         assert result.tokens == text
-        assert all(0 <= a <= p == max(parse(shape).depths) for a, p in zip(result.accepted, result.proposed, strict=True))
+        assert all(0 <= a <= p <= parse(shape).length for a, p in zip(result.accepted, result.proposed, strict=True))
+        assert not isinstance(parse(shape), Shape) or set(result.proposed) == {parse(shape).length}
         proposed, accepted = proposed + len(result.accepted), accepted + sum(a > 0 for a in result.accepted)
     assert 0.3 < accepted / proposed < 0.7
 
@@ -164,7 +124,7 @@ def test_the_head_reads_the_features_of_the_accepted_path(lively_target: Target,
         generate(lively_target, head, prompt, full([3, 2, 2]), NEW)
         plain = lively_target.features(torch.tensor([prompt + text]), head.config.taps)
         for part in ("taps", "last"):
-            rows = torch.cat([getattr(features, part) for features in head.read])
+            rows = torch.cat([getattr(features, part) for features in head.features])
             assert len(rows) >= len(prompt) + 3
             torch.testing.assert_close(rows, getattr(plain, part)[0, : len(rows)], atol=1e-4, rtol=1e-4)
 
@@ -219,7 +179,7 @@ def test_end_tokens_with_random_heads(lively_target: Target, texts: list[list[in
     assert ended >= 3
 
 
-@pytest.mark.parametrize("shape", ["none", "chain:3", "tree:2x2x1"])
+@pytest.mark.parametrize("shape", ["none", "chain:3", "tree:2x2x1", "dynamic:6,k=2,depth=4", "beam:2x4", "chain:4,stop=0.001"])
 @pytest.mark.parametrize("room", [1, 2, 3, 5])
 def test_the_context_limit_cuts_drafts_and_text(
     lively_target: Target, monkeypatch: pytest.MonkeyPatch, shape: str, room: int
@@ -245,6 +205,17 @@ def test_what_cannot_be_decoded_is_refused(lively_target: Target) -> None:
         with pytest.raises(UserError, match="deeper than this medusa head's 2 depths"):
             generate(lively_target, medusa, [5], shape, 4)
     assert len(generate(lively_target, medusa, [5], chain(2), 4).tokens) == 4
+    for form in (parse("beam:2x3"), parse("chain:3,stop=0.5")):
+        with pytest.raises(UserError, match="deeper than this medusa head's 2 depths"):
+            generate(lively_target, medusa, [5], form, 4)
+    assert max(generate(lively_target, medusa, [5], parse("dynamic:9,k=3"), 6).proposed) <= 2  # it goes as deep as it can
+
+
+@pytest.mark.parametrize("form", ["dynamic:4", "beam:2x2"])
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0)], ids=["greedy", "T=1"])
+def test_a_form_of_likeliest_tokens_is_not_drawn(lively_target: Target, form: str, sampling: Sampling) -> None:
+    with pytest.raises(UserError, match=f"{form}.*--sampled-drafts"):
+        generate(lively_target, random_head("eagle3", lively_target), [5], parse(form), 4, sampling, sampled_drafts=True)
 
 
 @pytest.mark.parametrize("shape", [NONE, chain(3)])
@@ -333,7 +304,7 @@ class TableTarget:
         cache[past:] = [cache[past + i] for i in path.tolist()]
 
 
-class TableHead(TestDraftHead):
+class TableHead(ScriptedHead):
     """Drafts from a table of its own, over ``ids`` of the vocabulary."""
 
     def __init__(self, table: Tensor, ids: list[int]) -> None:
@@ -356,7 +327,7 @@ def exact(target: Any, sampling: Sampling, tokens: int) -> Tensor:
     return torch.tensor(found, dtype=torch.float64)
 
 
-def texts_drawn(target: Any, head: DraftHead, shape: Shape, sampling: Sampling, sampled: bool, draws: int = DRAWS) -> Tensor:
+def texts_drawn(target: Any, head: DraftHead, shape: Form, sampling: Sampling, sampled: bool, draws: int = DRAWS) -> Tensor:
     """How often every text of three tokens was emitted: [V ** 3]."""
     generator = torch.Generator().manual_seed(7)
     counts = torch.zeros(VOCAB**3, dtype=torch.float64)
@@ -392,15 +363,23 @@ def remembered_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # The third token is a draft, a bonus behind an accepted draft, or what follows a rejection.
-DRAFTS = [chain(2), parse("[[0],[1],[2],[0,0],[0,1]]")]
+STOPPING = parse("chain:2,stop=0.25")  # between the chances of the table's second drafts, so that it ends some chains alone
+DRAWN = [chain(2), parse("[[0],[1],[2],[0,0],[0,1]]"), STOPPING]
+LAWS = [
+    *itertools.product(DRAWN[:2], [False, True], [WARM, NUCLEUS]),
+    *((STOPPING, sampled, sampling) for sampled, sampling in ((False, WARM), (True, WARM), (True, NUCLEUS))),
+    (parse("dynamic:5,k=3,depth=2"), False, NUCLEUS),
+    (parse("beam:3x2"), False, WARM),
+]
 
 
-@pytest.mark.parametrize("sampling", [WARM, NUCLEUS], ids=["T=1", "T=0.7,top_p=0.9"])
-@pytest.mark.parametrize("sampled", [False, True], ids=["deterministic", "sampled"])
-@pytest.mark.parametrize("shape", DRAFTS, ids=lambda shape: shape.name)
-def test_the_texts_have_the_targets_distribution(
-    remembered_rows: None, shape: Shape, sampled: bool, sampling: Sampling
-) -> None:
+def named(value: Any) -> str:
+    words = {False: "likeliest", True: "drawn", WARM: "T=1", NUCLEUS: "T=0.7,top_p=0.9"}
+    return words[value] if isinstance(value, bool | Sampling) else value.name
+
+
+@pytest.mark.parametrize(("shape", "sampled", "sampling"), LAWS, ids=named)
+def test_the_texts_have_the_targets_distribution(remembered_rows: None, shape: Form, sampled: bool, sampling: Sampling) -> None:
     target: Any = TableTarget()
     head = TableHead(tables(1) + tables(2, 0.7), [0, 1, 2, 4, 5, 7])  # near the target's, and without two of its tokens
     counts = texts_drawn(target, head, shape, sampling, sampled)
@@ -412,8 +391,17 @@ def test_the_texts_have_the_targets_distribution(
         assert (shares.sum(others) - wanted.sum(others)).abs().sum() / 2 < 0.02
 
 
-@pytest.mark.parametrize("shape", DRAFTS, ids=lambda shape: shape.name)
-def test_the_test_of_the_distribution_can_fail(remembered_rows: None, monkeypatch: pytest.MonkeyPatch, shape: Shape) -> None:
+def test_a_stopping_chain_of_the_tables_stops_sometimes() -> None:
+    """Otherwise the test of its distribution would be that of a chain."""
+    target: Any = TableTarget()
+    head, generator = TableHead(tables(1) + tables(2, 0.7), [0, 1, 2, 4, 5, 7]), torch.Generator().manual_seed(0)
+    for sampled in (False, True):
+        proposed = generate(target, head, PROMPT, STOPPING, 400, WARM, sampled, generator).proposed
+        assert 0.1 < sum(length == 1 for length in proposed) / len(proposed) < 0.9
+
+
+@pytest.mark.parametrize("shape", DRAWN, ids=lambda shape: shape.name)
+def test_the_test_of_the_distribution_can_fail(remembered_rows: None, monkeypatch: pytest.MonkeyPatch, shape: Form) -> None:
     """Without the residual step a rejected token may come back: the same test sees it at once."""
     monkeypatch.setattr(verifier, "residual", lambda p, q: p)
     target: Any = TableTarget()
