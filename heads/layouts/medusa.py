@@ -236,15 +236,18 @@ def rebuild(config: dict[str, Any], tensors: dict[str, Tensor], target: Target) 
 def own_names(tensors: dict[str, Tensor], blocks: int) -> dict[str, Tensor]:
     """The tensors by the names of heads of so many residual blocks; UserError for one that has no place there."""
     prefixed = {name: tensor for name, tensor in tensors.items() if name.startswith(PREFIXES)}
+    known = [str(block) for block in range(blocks)]
     found = {}
     for name, tensor in (prefixed or tensors).items():
         match name.removeprefix(PREFIXES[0]).removeprefix(PREFIXES[1]).split("."):
-            case ["blocks", depth, "layers", block, part] | [depth, block, "linear", part] if int(block) < blocks:
-                found[f"blocks.{int(depth)}.{int(block)}.linear.{part}"] = tensor
+            case ["blocks", depth, "layers", block, part] | [depth, block, "linear", part] if (
+                block in known and depth.isdigit()
+            ):
+                found[f"blocks.{depth}.{block}.linear.{part}"] = tensor
             case ["lm_heads", depth, "weight"]:
                 found[f"lm_heads.{depth}.weight"] = tensor
-            case [depth, block, "weight"] if block == str(blocks):
-                found[f"lm_heads.{int(depth)}.weight"] = tensor
+            case [depth, block, "weight"] if block == str(blocks) and depth.isdigit():
+                found[f"lm_heads.{depth}.weight"] = tensor
             case ["token_map"] | ["lm_head", "weight"] | ["adapter", *_]:
                 found[name] = tensor
             case _:

@@ -490,6 +490,14 @@ def test_adapter_files_are_as_peft_names_them(tmp_path: Path) -> None:
     assert found["target_modules"] == ["down_proj", "q_proj"] and found["base_model_name_or_path"] == "tiny"
 
 
+def test_a_confidence_stays_behind(tmp_path: Path) -> None:
+    """No engine reads one beside Medusa heads."""
+    target = llama()
+    head = MedusaHead.create(target, MedusaOptions(), None, DEPTHS, torch.arange(128), confidence=True)
+    for engine in ("vllm", "tgi"):
+        assert not any("confidence" in name for name in stored(export(head, target, engine, tmp_path / engine, 2), engine))
+
+
 def test_there_is_nothing_to_merge_in_medusa_1(tmp_path: Path) -> None:
     target = llama()
     with pytest.raises(UserError, match="nothing to merge: export it to vllm"):
@@ -611,8 +619,9 @@ def swap(name: str, tensor: Tensor | None) -> Callable[[dict[str, Tensor]], None
         (swap("0.2.weight", torch.zeros(128, 32)), r"'0\.2\.weight' has no place in Medusa heads of 1"),
         (swap("0.1.linear.weight", torch.zeros(32, 32)), r"'0\.1\.linear\.weight' has no place"),
         (swap("stray", torch.zeros(1)), "'stray' has no place"),
+        (swap("fc.0.linear.weight", torch.zeros(32, 32)), r"'fc\.0\.linear\.weight' has no place"),
     ],
-    ids=["bias", "lm_head", "hidden size", "vocabulary", "misnumbered", "third block", "stray"],
+    ids=["bias", "lm_head", "hidden size", "vocabulary", "misnumbered", "third block", "stray", "no number"],
 )
 def test_mismatches_are_named(change: Callable[[dict[str, Tensor]], None], said: str, tmp_path: Path) -> None:
     tensors = reference(3)
