@@ -2,21 +2,28 @@
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
+from cases import CASES, DEPTHS, make_head
 from scripted import ScriptedHead
 from torch import Tensor
 
-from draftsmith.heads.base import Draft
+from draftsmith.heads.base import Draft, DraftHead, Shape
 from draftsmith.heads.drafting import Form, draft
 from draftsmith.heads.growing import Beam, Dynamic
-from draftsmith.target import Features
+from draftsmith.target import Features, Target
 
 VOCAB = 12
 Row = Callable[[list[int]], Tensor]
 Path = tuple[int, ...]
+
+
+class Says(Protocol):
+    def log_probs(self, path: Path) -> dict[int, float]:
+        """Of every token that may follow a drafted path."""
+        ...
 
 
 class Head(ScriptedHead):
@@ -78,16 +85,16 @@ def paths(draft: Draft) -> list[Path]:
     return found[1:]
 
 
-def score(head: Head, path: Path) -> float:
+def score(head: Says, path: Path) -> float:
     return sum(head.log_probs(path[:depth])[token] for depth, token in enumerate(path))
 
 
-def best_children(head: Head, path: Path, count: int) -> list[Path]:
+def best_children(head: Says, path: Path, count: int) -> list[Path]:
     row = head.log_probs(path)
     return [(*path, token) for token in sorted(row, key=lambda token: -row[token])[:count]]
 
 
-def eagle2(head: Head, nodes: int, width: int, length: int) -> set[Path]:
+def eagle2(head: Says, nodes: int, width: int, length: int) -> set[Path]:
     """The paper's tree with nothing saved: all candidates of all levels, then the best of them."""
     frontier: list[Path] = [()]
     candidates: list[Path] = []
@@ -98,7 +105,7 @@ def eagle2(head: Head, nodes: int, width: int, length: int) -> set[Path]:
     return set(sorted(candidates, key=lambda path: -score(head, path))[:nodes])
 
 
-def beams(head: Head, width: int, length: int) -> list[Path]:
+def beams(head: Says, width: int, length: int) -> list[Path]:
     kept: list[Path] = [()]
     for _ in range(length):
         longer = [(*path, token) for path in kept for token in head.log_probs(path)]
@@ -193,6 +200,41 @@ def test_beams_that_share_their_beginning_share_its_nodes() -> None:
         return flat_rows(path) if len(path) == 2 else certain_rows([])
 
     assert written(Head(row), Beam(4, 3)).shape.parents == (0, 1, 2, 2, 2, 2)
+
+
+# -- on real heads ---------------------------------------------------------------------------------------------
+
+
+class Alone:
+    """What a real head says behind a path when it drafts that path alone, as a chain from a fresh state."""
+
+    def __init__(self, head: DraftHead, features: Features, ids: Tensor, target: Target) -> None:
+        self.head, self.given, self.target = head, (features, ids), target
+        self.known: dict[Path, dict[int, float]] = {}
+
+    @torch.no_grad()
+    def log_probs(self, path: Path) -> dict[int, float]:
+        if path not in self.known:
+            shape, state = Shape("alone", tuple(range(len(path))), (0,) * len(path)), self.head.new_state()
+            guess = self.head.begin(state, *self.given, self.target)
+            for node, token in enumerate(path, start=1):
+                guess = self.head.deepen(state, [node], torch.tensor([token]), shape, self.target)
+            row = guess.logits[0].float().log_softmax(-1)
+            self.known[path] = dict(zip(self.head.target_ids.tolist(), row.tolist(), strict=True))
+        return self.known[path]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_kind_says_in_a_growing_tree_what_it_says_along_a_chain(lively_target: Target, case: str) -> None:
+    head = make_head(lively_target, case)
+    ids = torch.randint(3, 111, (9,), generator=torch.Generator().manual_seed(2))
+    with head.adapted(lively_target):
+        features = lively_target.features(ids[None], head.config.taps).rows((0, slice(0, len(ids) - 1)))
+        alone = Alone(head, features, ids, lively_target)
+        found = draft(head, head.new_state(), features, ids, Dynamic(14, 3, DEPTHS), lively_target)
+        assert set(paths(found)) == eagle2(alone, 14, 3, DEPTHS)
+        found = draft(head, head.new_state(), features, ids, Beam(3, DEPTHS), lively_target)
+        assert set(paths(found)) == {path[:end] for path in beams(alone, 3, DEPTHS) for end in range(1, DEPTHS + 1)}
 
 
 def test_cut_leaves_the_rest_as_it_was() -> None:
