@@ -40,11 +40,13 @@ from draftsmith.target import Features, Target
 SIZES: dict[str, Any] = dict(
     vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=64
 )
-LLAMA3 = {
+LLAMA3: dict[str, Any] = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
-SLIDING = dict(head_dim=8, num_key_value_heads=2, sliding_window=5, layer_types=["sliding_attention", "full_attention"] * 2)
+SLIDING: dict[str, Any] = dict(
+    head_dim=8, num_key_value_heads=2, sliding_window=5, layer_types=["sliding_attention", "full_attention"] * 2
+)
 LMS: dict[str, Any] = {
     "llama3-rope": LlamaConfig(**SIZES, num_key_value_heads=2, rope_parameters=LLAMA3),
     "qwen3-tied": Qwen3Config(**SIZES, head_dim=16, num_key_value_heads=2, tie_word_embeddings=True),
@@ -54,9 +56,13 @@ LMS: dict[str, Any] = {
     ),
     "neox-renamed-tensors": GPTNeoXConfig(**SIZES),
     "qwen3-experts": Qwen3MoeConfig(
-        **SIZES, head_dim=8, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+        **SIZES, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
     ),
 }
+
+
+def llama(**changes: Any) -> LlamaConfig:
+    return LlamaConfig(**{**SIZES, **changes})
 
 
 def random_lm(config: Any, seed: int = 0) -> PreTrainedModel:
@@ -88,7 +94,8 @@ def saved(tmp_path: Path, tiny_tokenizer_factory: Callable[..., Any]) -> Callabl
     """``saved(config, template="plain")``: an LM's directory with a tokenizer."""
 
     def save(config: Any, tokenizer: Any = None, dtype: torch.dtype = torch.float32) -> Path:
-        lm = random_lm(config, seed=7).to(dtype)
+        lm: Any = random_lm(config, seed=7)
+        lm.to(dtype)
         lm.save_pretrained(tmp_path / "lm")
         (tokenizer or tiny_tokenizer_factory()).save_pretrained(tmp_path / "lm")
         return tmp_path / "lm"
@@ -152,7 +159,7 @@ def test_a_self_draft_has_copies_of_the_first_layers(name: str) -> None:
 
 def test_an_eighth_of_the_targets_layers_is_the_default() -> None:
     assert draft_model(target_of(LLAMA)).config.layer["num_hidden_layers"] == 1
-    deep = target_of(LlamaConfig(**SIZES | {"num_hidden_layers": 17}))
+    deep = target_of(llama(num_hidden_layers=17))
     assert draft_model(deep).config.layer["num_hidden_layers"] == 2
 
 
@@ -173,7 +180,7 @@ def test_an_lm_that_no_mask_steers_is_refused(config: Any) -> None:
 
 
 def test_a_sibling_drafts_with_its_own_weights(saved: Callable[..., Path], tiny_target: Target, tmp_path: Path) -> None:
-    small = LlamaConfig(**SIZES | {"hidden_size": 16, "num_hidden_layers": 3}, tie_word_embeddings=True)
+    small = llama(hidden_size=16, num_hidden_layers=3, tie_word_embeddings=True)
     directory = saved(small)
     ids = torch.arange(5, 25)[None]
     head = draft_model(tiny_target, model=str(directory))
@@ -196,7 +203,7 @@ def test_a_sibling_can_be_pruned(saved: Callable[..., Path], tiny_target: Target
 @pytest.mark.parametrize("rows", [136, 112])
 def test_padding_rows_are_left_out_or_filled_up(saved: Callable[..., Path], tiny_target: Target, rows: int) -> None:
     """The tokenizer has 111 tokens, the target 128 rows."""
-    directory = saved(LlamaConfig(**SIZES | {"vocab_size": rows}))
+    directory = saved(llama(vocab_size=rows))
     head = draft_model(tiny_target, model=str(directory))
     ids = torch.arange(5, 25)[None]
     logits, theirs = predicted(head, ids, tiny_target)[0], AutoModelForCausalLM.from_pretrained(directory)(ids).logits[0, 1:-1]
@@ -207,7 +214,7 @@ def test_padding_rows_are_left_out_or_filled_up(saved: Callable[..., Path], tiny
 
 def test_an_lm_with_fewer_rows_than_tokens_is_refused(saved: Callable[..., Path], tiny_target: Target) -> None:
     with pytest.raises(UserError, match="has 110 embedding rows, but 'tiny' has 111 tokens"):
-        draft_model(tiny_target, model=str(saved(LlamaConfig(**SIZES | {"vocab_size": 110}))))
+        draft_model(tiny_target, model=str(saved(llama(vocab_size=110))))
 
 
 def swapped(tokenizer: Any) -> None:
@@ -264,7 +271,7 @@ def test_what_cannot_be_a_draft_model_is_refused(tmp_path: Path, saved: Callable
 
 
 def test_a_shorter_context_is_told(saved: Callable[..., Path], tiny_target: Target, capsys: pytest.CaptureFixture[str]) -> None:
-    draft_model(tiny_target, model=str(saved(LlamaConfig(**SIZES | {"max_position_embeddings": 32}))))
+    draft_model(tiny_target, model=str(saved(llama(max_position_embeddings=32))))
     assert "was made for 32 tokens, tiny for 64" in capsys.readouterr().err
 
 
