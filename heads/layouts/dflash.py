@@ -42,6 +42,7 @@ class Limits:
     gated: bool = False
     anchored: bool = False
     embeds: bool = False  # whether it takes an embedding of the head's own, where the target scales what it looks up
+    scaled_rope: bool = True
 
     def check(self, head: DraftHead, target: Target) -> None:
         """Raise UserError for what the engine would refuse or, worse, draft wrongly from."""
@@ -55,6 +56,7 @@ class Limits:
             or not options.mask_embedding,
             "gated: true": self.gated or not options.gated,
             "anchor_predicts: false": not self.anchored or options.in_block != "markov" or options.anchor_predicts,
+            "a RoPE that is scaled": self.scaled_rope or head.config.layer["rope_parameters"]["rope_type"] == "default",
             "a target that scales its embeddings": self.embeds or not embedding_tensors(target),
             "a target that scales or caps its logits": options.in_block == "none" or plain_logits(target),
             f"taps {head.config.taps}": head.config.taps[0] > 0 and head.config.taps[-1] < target.depth,
@@ -243,7 +245,7 @@ VLLM = plain(VLLM_LIMITS, tells=tells)
 SGLANG = plain(
     Limits("sglang", ("none", "markov", "gru", "conv"), causal=False, mask_embedding=True, gated=True, anchored=True)
 )
-TENSORRT_LLM = plain(Limits("tensorrt-llm", ("none", "markov"), causal=False, anchored=True))
+TENSORRT_LLM = plain(Limits("tensorrt-llm", ("none", "markov"), causal=False, window=False, anchored=True, scaled_rope=False))
 LLAMACPP = plain(Limits("llamacpp", ("none", "markov", "conv")))
 SPECULATORS_FORMAT = Layout(
     speculators_config,

@@ -10,7 +10,15 @@ from cases import BLOCK, CASES, DEPTHS, make_head
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModel, CohereConfig, CohereForCausalLM, GemmaConfig, GemmaForCausalLM
+from transformers import (
+    AutoModel,
+    CohereConfig,
+    CohereForCausalLM,
+    GemmaConfig,
+    GemmaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 
 from draftsmith.console import stderr
@@ -154,15 +162,15 @@ class Plain:
 @pytest.mark.parametrize("case", DFLASH)
 def test_every_anchor_answers_as_the_plain_implementation_does(tiny_target: Target, case: str) -> None:
     head: Any = make_head(tiny_target, case)
-    ids = random_ids(2, 11)
-    mask = torch.ones(2, 11, dtype=torch.bool)
-    mask[1, 7:] = False
+    ids = random_ids(2, 9)
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[1, 6:] = False
     features = tiny_target.features(ids, head.config.taps)
     depths = head.predict(ids, head.taught(ids, mask, 0), features, tiny_target)
     plain, compared = Plain(head, tiny_target), 0
     with torch.no_grad():
         for row in depths[0].rows.tolist():
-            line, t = divmod(row, 11)
+            line, t = divmod(row, 9)
             path = F.pad(ids[line], (0, DEPTHS))[t + 1 : t + 1 + DEPTHS]
             wanted = plain.logits(features.taps[line, : t + 1], path)
             for i, depth in enumerate(depths[:DEPTHS]):
@@ -209,6 +217,18 @@ def test_only_a_causal_block_is_the_same_when_it_is_cut_short(tiny_target: Targe
         features = tiny_target.features(ids, long.config.taps)
         a, b = (head.predict(ids, head.taught(ids, mask, 0), features, tiny_target)[0].logits for head in (long, short))
         assert torch.allclose(a, b, atol=1e-5) == same
+
+
+@pytest.mark.parametrize("case", DFLASH)
+def test_states_are_as_wide_as_a_confidence_expects(tiny_target: Target, case: str) -> None:
+    head: Any = make_head(tiny_target, case)
+    ids, mask = random_ids(1, 12), torch.ones(1, 12, dtype=torch.bool)
+    features = tiny_target.features(ids, head.config.taps)
+    depths = head.predict(ids, head.taught(ids, mask, 0), features, tiny_target)
+    begun = head.begin(head.new_state(), features.rows((0, slice(0, 5))), ids[0, :6], tiny_target)
+    width = 32 + {"markov": 8, "gru": 12, "conv": 8}.get(head.options.in_block, 0)
+    assert head.width(head.config) == width == begun.states.shape[1]
+    assert {depth.states.shape[1] for depth in depths if depth.side is None} == {width}
 
 
 # -- the selector ----------------------------------------------------------------------------------------------
@@ -540,6 +560,20 @@ def test_a_target_that_scales_is_not_drafted_for_wrongly(tmp_path: Path) -> None
     export(a_head(cohere), cohere, "vllm", tmp_path / "cohere", 4)
     with pytest.raises(UserError, match="scales or caps its logits"):
         export(a_head(cohere, "markov"), cohere, "vllm", tmp_path / "out", 4)
+
+
+def test_a_scaled_rope_is_refused_where_it_would_be_ignored(tmp_path: Path) -> None:
+    rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    sizes: dict[str, Any] = dict(
+        vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=64, rope_parameters=rope,
+    )  # fmt: skip
+    target = Target(LlamaForCausalLM(LlamaConfig(**sizes)).float(), None, "stretched")
+    config = json.loads((export(a_head(target), target, "vllm", tmp_path / "out", 4) / "config.json").read_text())
+    assert config["rope_scaling"] == {"rope_type": "linear", "factor": 4.0} and config["rope_theta"] == 1e4
+    assert config["rope_parameters"] == rope
+    with pytest.raises(UserError, match="RoPE that is scaled"):
+        export(a_head(target), target, "tensorrt-llm", tmp_path / "b", 4)
 
 
 def test_the_plain_config_says_everything(tiny_target: Target, tmp_path: Path) -> None:
