@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .calibration import BINS, FAR, calibration_error
 from .objectives import Look
 
 
@@ -13,17 +14,24 @@ from .objectives import Look
 class DepthSums:
     """Sums over taught rows, each [depths] float64: ``loss``, ``right`` (greedy draft = the target's greedy token),
     ``prefix`` (right at this depth and at all before it: joint counts, never products), ``overlap`` (sum_v min(p_v, q_v),
-    the chance that a sampled draft is accepted) and ``rows``."""
+    the chance that a sampled draft is accepted) and ``rows``.
+
+    ``sure`` [depths, BINS, 3] float64 tells how sure a head's confidence estimate is where, and how right: rows are binned
+    by its logit, each weighs the chance that a draft gets there, and summed are the weight, weight x logit and
+    weight x overlap. Bins are fine, so that calibration can be fitted to the sums.
+    """
 
     loss: Tensor
     right: Tensor
     prefix: Tensor
     overlap: Tensor
     rows: Tensor
+    sure: Tensor
 
     @classmethod
     def zeros(cls, depths: int, device: torch.device) -> "DepthSums":
-        return cls(*(torch.zeros(depths, dtype=torch.float64, device=device) for _ in fields(cls)))
+        shapes = {each.name: (depths, BINS, 3) if each.name == "sure" else (depths,) for each in fields(cls)}
+        return cls(**{name: torch.zeros(shape, dtype=torch.float64, device=device) for name, shape in shapes.items()})
 
     def add(self, other: "DepthSums") -> None:
         for name in (each.name for each in fields(self)):
@@ -37,18 +45,27 @@ class DepthSums:
         self.loss[depth] += cost.sum()
         self.right[depth] += right.sum()
         self.prefix[depth] += prefix.sum()
-        self.overlap[depth] += torch.minimum(look.p, look.logits.softmax(-1)).sum()
+        self.overlap[depth] += look.alpha.sum()
         self.rows[depth] += len(right)
         return torch.zeros_like(alive).index_put((look.place,), prefix)
 
+    @torch.no_grad()
+    def count_sure(self, depth: int, look: Look, sure: Tensor) -> None:
+        """Add what a confidence estimate says, logits ``sure`` [m], of one depth's rows of a piece."""
+        bins = ((sure.clamp(-FAR, FAR) + FAR) * (BINS / (2 * FAR))).long().clamp_max(BINS - 1)
+        seen = torch.stack([look.reach, look.reach * sure, look.reach * look.alpha], 1)
+        self.sure[depth].index_add_(0, bins, seen.double())
+
     def reduced(self, accelerator: Any) -> "DepthSums":
         """The sums over all processes."""
-        stacked = torch.stack([getattr(self, each.name) for each in fields(self)])
-        return DepthSums(*accelerator.reduce(stacked, reduction="sum"))
+        mine = [getattr(self, each.name) for each in fields(self)]
+        summed = accelerator.reduce(torch.cat([part.flatten() for part in mine]), reduction="sum")
+        parts = summed.split([part.numel() for part in mine])
+        return DepthSums(*(flat.view_as(part) for flat, part in zip(parts, mine, strict=True)))
 
     def report(self, shares: Tensor) -> dict[str, float]:
-        """Means: ``loss`` (depths weighted by ``shares``, which sum to 1), ``accuracy_i`` and ``overlap_i`` per depth and the
-        simulated τ ``tau_sim``.
+        """Means: ``loss`` (depths weighted by ``shares``, which sum to 1), ``accuracy_i`` and ``overlap_i`` per depth,
+        ``ece_i`` (the calibration error of the confidence estimate, where there is one) and the simulated τ ``tau_sim``.
 
         tau_sim = 1 + the sum over depths of the share of rows whose whole prefix of greedy drafts is right.
         """
@@ -56,4 +73,6 @@ class DepthSums:
         means = {"loss": float((self.loss / rows * shares.to(rows)).sum())}
         means |= {f"accuracy_{i}": float(value) for i, value in enumerate(self.right / rows)}
         means |= {f"overlap_{i}": float(value) for i, value in enumerate(self.overlap / rows)}
+        if self.sure.any():
+            means |= {f"ece_{i}": value for i, value in enumerate(calibration_error(self.sure).tolist())}
         return means | {"tau_sim": 1 + float((self.prefix / rows).sum())}

@@ -12,9 +12,10 @@ from ..data.features import FeatureBatch
 from ..heads.base import Depth, DraftHead
 from ..target import Target
 from .metrics import DepthSums
-from .objectives import Look, Objective
+from .objectives import Look, Objective, doubt, link
 
 SHARE = 1 / 16  # of the free memory, for the logits of one piece
+LEAST = 16  # rows of one piece, if they fit or not
 MOST = {"cpu": 128, "cuda": 8192}  # rows of one piece: more fit no cache of a CPU, and fill any GPU
 
 
@@ -43,7 +44,7 @@ class Judge:
         total = torch.zeros((), device=device)
         learns = torch.is_grad_enabled()
         into = [torch.zeros_like(depth.states) for depth in depths] if learns else []
-        for cuts in self.pieces(depths):
+        for cuts in self.pieces(head, depths):
             pieces = [depth.states[cut].detach().requires_grad_(learns) for depth, cut in zip(depths, cuts, strict=True)]
             value, found = self.piece(head, depths, cuts, pieces)
             total = total + value.detach()
@@ -53,8 +54,9 @@ class Judge:
                 for slope, cut, grad in zip(into, cuts, grads, strict=False):
                     slope[cut] = 0 if grad is None else grad
                 for i, grad in enumerate(grads[len(depths) :], start=len(depths)):
+                    known = slopes[i]
                     if grad is not None:
-                        slopes[i] = grad if slopes[i] is None else slopes[i] + grad
+                        slopes[i] = grad.clone() if known is None else known.add_(grad)
         if learns:
             total = Known.apply(total, [*into, *slopes[len(depths) :]], *inputs)
         for depth, weight in zip(depths, self.weights(depths), strict=True):
@@ -68,67 +70,106 @@ class Judge:
         wanted = [next(shares) if depth.side is None else depth.side.weight for depth in depths]
         return [weight / count.clamp_min(1) for weight, count in zip(wanted, self.counts, strict=True)]
 
-    def pieces(self, depths: list[Depth]) -> Iterator[list[slice]]:
+    def pieces(self, head: DraftHead, depths: list[Depth]) -> Iterator[list[slice]]:
         """Which slice of every depth's rows belongs to a piece; there is at least one piece, if an empty one."""
         rows = torch.cat([depth.rows for depth in depths]).unique()
-        size = self.chunk or self.fitting(len(depths))
+        size = self.chunk or self.fitting(head, depths)
         bounds = [*rows[::size].tolist(), self.batch.ids.numel()] if len(rows) else [0, 0]
         ends = torch.tensor(bounds, device=rows.device)
         cuts = [torch.searchsorted(depth.rows, ends).tolist() for depth in depths]
         for i in range(len(bounds) - 1):
             yield [slice(cut[i], cut[i + 1]) for cut in cuts]
 
-    def fitting(self, depths: int) -> int:
-        """How many rows fit: each costs its teacher's row and every depth's logits, a few times over."""
+    def fitting(self, head: DraftHead, depths: list[Depth]) -> int:
+        """How many rows fit: each has its teacher's row and every depth's logits in memory, a few times over.
+
+        A power of two, so that the sums are rounded alike from call to call while the free memory wavers.
+        """
         device = self.batch.ids.device
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-        per_row = 4 * 4 * self.target.vocab_size * (1 + depths)
-        return max(16, min(int(free * SHARE / per_row), MOST.get(device.type, 1024)))
+        sizes = [self.target.vocab_size if whole(depth) else len(head.target_ids) for depth in depths]
+        per_row = 4 * (3 * self.target.vocab_size + 8 * sum(sizes))
+        fits = max(LEAST, min(int(free * SHARE / per_row), MOST.get(device.type, 1024)))
+        return 1 << (fits.bit_length() - 1)
 
     def piece(self, head: DraftHead, depths: list[Depth], cuts: list[slice], states: list[Tensor]) -> tuple[Tensor, DepthSums]:
         """The weighted loss of one piece of the rows, and its metrics."""
         rows = [depth.rows[cut] for depth, cut in zip(depths, cuts, strict=True)]
         places, place = torch.cat(rows).unique(return_inverse=True)
         ahead = torch.cat([own + depth.ahead for own, depth in zip(rows, depths, strict=True)])
-        teacher = Teacher(self.batch, self.target, head.target_ids, ahead)
+        teacher = Teacher(self.batch, self.target, head.target_ids, ahead, self.objective.temperature)
         looks = [
-            self.look(head, depth, own, state, teacher, where)
-            for depth, own, state, where in zip(depths, rows, states, place.split([len(own) for own in rows]), strict=True)
+            self.look(head, depth, own, logits, teacher, where)
+            for depth, own, logits, where in zip(
+                depths, rows, read_out(depths, states), place.split([len(own) for own in rows]), strict=True
+            )
         ]
         own = [look for look, depth in zip(looks, depths, strict=True) if depth.side is None]
+        link(own, len(places))
         costs = iter(self.objective.costs(own, len(places)))
         loss, sums = torch.zeros((), device=places.device), DepthSums.zeros(len(own), places.device)
         alive = torch.ones(len(places), dtype=torch.bool, device=places.device)
         i = 0
-        for depth, look, weight in zip(depths, looks, self.weights(depths), strict=True):
+        for depth, state, look, weight in zip(depths, states, looks, self.weights(depths), strict=True):
             if depth.side is not None:
                 loss = loss + weight * self.objective.side_costs(look, depth.side.loss).sum()
                 continue
             cost = next(costs)
             loss = loss + weight * cost.sum()
             alive = sums.count(i, look, cost, alive)
+            if head.confidence is not None:
+                sure = head.confidence(state.detach()).float()
+                loss = loss + weight * doubt(sure, look).sum()
+                sums.count_sure(i, look, sure)
             i += 1
         return loss, sums
 
-    def look(self, head: DraftHead, depth: Depth, rows: Tensor, states: Tensor, teacher: "Teacher", place: Tensor) -> Look:
-        whole = depth.side is not None and depth.side.whole
-        p, best = teacher.at(rows + depth.ahead, whole)
+    def look(self, head: DraftHead, depth: Depth, rows: Tensor, logits: Tensor, teacher: "Teacher", place: Tensor) -> Look:
+        p, best = teacher.at(rows + depth.ahead, whole(depth))
         labels = self.batch.ids.flatten()[rows + depth.ahead + 1]
-        if not whole:
-            to_draft = torch.full((self.target.vocab_size,), -1, device=labels.device)
-            to_draft[head.target_ids] = torch.arange(len(head.target_ids), device=labels.device)
-            labels, best = to_draft[labels], to_draft[best]
-        return Look(depth.readout(states).float(), p, labels, best, place)
+        if not whole(depth):
+            labels, best = draft_ids(labels, head.target_ids), draft_ids(best, head.target_ids)
+        return Look(warmed(logits, self.objective.temperature), p, labels, best, place)
+
+
+def read_out(depths: list[Depth], states: list[Tensor]) -> list[Tensor]:
+    """Every depth's logits of its ``states``. Depths with one readout go through it together: its weights are read once."""
+    shared: dict[Any, list[int]] = {}
+    for i, depth in enumerate(depths):
+        shared.setdefault(depth.readout, []).append(i)
+    logits = list(states)
+    for readout, members in shared.items():
+        parts = readout(torch.cat([states[i] for i in members])).split([len(states[i]) for i in members])
+        for i, part in zip(members, parts, strict=True):
+            logits[i] = part
+    return logits
+
+
+def whole(depth: Depth) -> bool:
+    """Whether a depth's logits range over the target's whole vocabulary, however small the head's own is."""
+    return depth.side is not None and depth.side.whole
+
+
+def warmed(logits: Tensor, temperature: float) -> Tensor:
+    """Logits over the temperature, in float32."""
+    return logits.float() if temperature == 1 else logits.float() / temperature
+
+
+def draft_ids(tokens: Tensor, target_ids: Tensor) -> Tensor:
+    """The draft ids of the target's token ids; -1 where the draft vocabulary lacks one."""
+    at = torch.searchsorted(target_ids, tokens).clamp_max(len(target_ids) - 1)
+    return torch.where(target_ids[at] == tokens, at, -1)
 
 
 class Teacher:
     """The target's distributions at some flat positions (batch x time): float32 [positions, vocab]."""
 
     @torch.no_grad()
-    def __init__(self, batch: FeatureBatch, target: Target, target_ids: Tensor, positions: Tensor) -> None:
+    def __init__(self, batch: FeatureBatch, target: Target, target_ids: Tensor, positions: Tensor, temperature: float) -> None:
         self.positions = positions.unique()
-        self.p = target.logits(batch.features.last.flatten(0, 1)[self.positions]).float().softmax(-1)
-        self.drafted = self.p[:, target_ids]
+        logits = target.logits(batch.features.last.flatten(0, 1)[self.positions])
+        self.p = warmed(logits, temperature).softmax(-1)
+        self.drafted = self.p[:, target_ids] if len(target_ids) < target.vocab_size else self.p
         self.best = self.p.argmax(-1)
 
     def at(self, positions: Tensor, whole: bool) -> tuple[Tensor, Tensor]:

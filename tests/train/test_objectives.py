@@ -12,6 +12,7 @@ from draftsmith.data.features import FeatureBatch
 from draftsmith.heads.base import Depth, DraftHead
 from draftsmith.heads.kinds import KINDS
 from draftsmith.target import Target
+from draftsmith.train.calibration import BINS
 from draftsmith.train.metrics import DepthSums
 from draftsmith.train.objectives import LOSSES, Look, Objective, ce, kl, lk
 from draftsmith.train.step import judged
@@ -59,7 +60,7 @@ def test_the_gradient_of_kl_is_the_soft_cross_entropys() -> None:
 
 
 def test_the_weight_of_lk_has_no_gradient() -> None:
-    logits = Q.log().requires_grad_()
+    logits = torch.tensor([[0.55, 0.3, 0.15]]).log().requires_grad_()  # q above p everywhere
     alpha = torch.minimum(P, logits.softmax(-1)).sum(-1)
     weight = math.exp(-3 * 0.8)
     expected = weight * gradient(kl(look(logits, P, NO_LABEL)), logits) - (1 - weight) * gradient(alpha, logits)
@@ -184,7 +185,7 @@ def test_the_report_by_hand() -> None:
     sums = DepthSums.zeros(2, torch.device("cpu"))
     batches = (([4, 3], [3, 1], [3, 1], [2, 1], [4, 2]), ([2, 1], [1, 2], [1, 0], [3, 0], [4, 2]))
     for parts in batches:  # loss, right, prefix, overlap, rows
-        sums.add(DepthSums(*(torch.tensor(part, dtype=torch.float64) for part in parts)))
+        sums.add(DepthSums(*(torch.tensor(part, dtype=torch.float64) for part in parts), torch.zeros(2, BINS, 3)))
     report = sums.report(torch.tensor([1.0, 0.5]) / 1.5)
     assert report == {
         "loss": pytest.approx((6 / 8 + 0.5 * 4 / 4) / 1.5), "accuracy_0": 0.5, "accuracy_1": 0.75,
