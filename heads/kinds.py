@@ -13,6 +13,7 @@ from .medusa import MedusaHead
 from .mlp_speculator import MlpSpeculatorHead
 from .mtp import MtpHead
 from .pard import PardHead
+from .peagle import PEagleHead
 from .redrafter import RedrafterHead
 
 KINDS: dict[str, type[DraftHead]] = {
@@ -25,6 +26,7 @@ KINDS: dict[str, type[DraftHead]] = {
     "mlp_speculator": MlpSpeculatorHead,
     "mtp": MtpHead,
     "pard": PardHead,
+    "peagle": PEagleHead,
     "redrafter": RedrafterHead,
 }
 

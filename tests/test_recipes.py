@@ -103,7 +103,7 @@ def test_an_unknown_key_names_the_nearest_right_one(recipe_file: Path, change: s
     ("changes", "says"),
     [
         (["train.epochs=0"], "train.epochs"),
-        (["head.kind=nope"], "eagle3, medusa"),
+        (["head.kind=nope"], "eagle, eagle3"),
         (["head.options.norm_before_fc=maybe"], "head.options.norm_before_fc"),
         (["head.options.norm_before_fc=true", "head.options.fc_norm=true"], "exclude each other"),
         (["output.a=b"], "output is a value, not a section"),

@@ -1,6 +1,6 @@
 """vLLM's own directories. The EAGLE-3 one is also what SGLang and TensorRT-LLM's PyTorch backend load."""
 
-from ..layouts import dflash, draft_model, eagle, eagle3, medusa, mtp, pard
+from ..layouts import dflash, draft_model, eagle, eagle3, medusa, mtp, pard, peagle
 from .engine import Engine
 
 ENGINE = Engine(
@@ -13,6 +13,7 @@ ENGINE = Engine(
         "medusa": medusa.VLLM,
         "mtp": mtp.VLLM,
         "pard": pard.VLLM,
+        "peagle": peagle.PLAIN,
     },
     others="it loads no head of this kind",
 )

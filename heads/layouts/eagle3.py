@@ -171,8 +171,6 @@ def rebuild(
     taps: list[int] | None,
     norm: str = "input_layernorm",
     normed_residual: bool = False,
-    kind: type[DraftHead] = Eagle3Head,
-    **options: Any,
 ) -> DraftHead:
     """The head of a directory, ours or published.
 
@@ -181,6 +179,21 @@ def rebuild(
     """
     tensors = further_norms(own_names(tensors), norm)
     take_embedding(tensors, target)
+    return backbone(Eagle3Head, config, tensors, target, taps, draft_length_of(config, USUAL_LENGTH), normed_residual)
+
+
+def backbone(
+    kind: type[DraftHead],
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    target: Target,
+    taps: list[int] | None,
+    depths: int,
+    normed_residual: bool = False,
+    options: dict[str, Any] | None = None,
+    keys: dict[str, Any] | None = None,
+) -> DraftHead:
+    """A head of ``kind`` from tensors under its own names, with more ``options`` and more ``keys`` of its layer's config."""
     layer = layer_of(config, target)
     said = config | (config.get("eagle_config") or {})
     taps = taps or default_taps(target.depth)
@@ -194,17 +207,16 @@ def rebuild(
     silent = {"norm_before_residual": normed_residual}
     ours = "draftsmith" in config
     found = {flag: bool(said[flag] if ours else said.get(flag, silent.get(flag, False))) for flag in FLAGS}
+    known = {flag: found[flag] for flag in FLAGS if flag in kind.Options.model_fields}
     return make_head(
         kind,
         target,
         vocabulary_ids(tensors, size, target.vocab_size),
         tensors,
         taps=taps,
-        depths=draft_length_of(config, USUAL_LENGTH),
-        options={flag: found[flag] for flag in FLAGS if flag in kind.Options.model_fields}
-        | {"layers": layer["num_hidden_layers"]}
-        | options,
-        layer=layer,
+        depths=depths,
+        options=known | {"layers": layer["num_hidden_layers"]} | (options or {}),
+        layer=layer | (keys or {}),
     )
 
 

@@ -358,7 +358,7 @@ def test_a_cut_or_missing_file_is_refused(tiny_target: Target, tmp_path: Path, f
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kind": "unheard-of"}, "eagle3, medusa"),
+        ({"kind": "unheard-of"}, "eagle, eagle3"),
         ({"format": 99}, "upgrade"),
         ({"options": {"norm_befor_fc": True}}, "norm_befor_fc"),
         ({"surprise": 1}, "not a draftsmith head"),

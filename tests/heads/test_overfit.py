@@ -25,6 +25,7 @@ CASES = {
     "eagle3-layers": ("eagle3", {"layers": 2}, "kl"),
     "eagle3-3.1": ("eagle3", {"fc_norm": True, "norm_output": True, "init_layer": "random"}, "lk"),
     "draft-model": ("draft_model", {"layers": 2}, "kl"),
+    "peagle": ("peagle", {"layers": 2, "mask_token": 127, "ratio": 1.0}, "kl"),
     "medusa-own": ("medusa", {"lm_head": "own"}, "ce"),
     "medusa-shared": ("medusa", {"lm_head": "shared", "blocks": 3}, "ce"),
     "medusa-2": ("medusa", {"lora": {"rank": 4, "dropout": 0}}, "kl"),
