@@ -7,7 +7,8 @@ Each kind then trains with its own shipped recipe (rates, depths, options) in a 
 one order, for one pass over them or for the seconds given, whichever ends first; a few steps are timed before, so that the
 learning rate's schedule ends where the training does. τ is the verifier's, on held-out prompts that chose nothing, in float32:
 for the greedy chain of 5, for the better of a static and a dynamic tree (chosen on prompts of their own), and for the chain at
-temperature 1. Speed is that of the chain relative to plain decoding, prompts interleaved.
+temperature 1. Speed is that of the chain relative to plain decoding, prompts interleaved. Results of the same settings that the
+output already holds are kept, so --heads may name the missing ones alone.
 """
 
 import argparse
@@ -193,16 +194,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         place = options.place or Path(scratch)
         tokens = keep_states(place, options.heads, options.rows)
-        results: dict[str, dict[str, Any]] = {}
-        for name in options.heads:
-            note(f"{len(results) + 1} of {len(options.heads)}: {name}")
+        machine = {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
+        about = {"seconds": options.seconds, "rows": options.rows, "tokens": tokens, "prompts": options.prompts, **machine}
+        before = json.loads(options.out.read_text()) if options.out.exists() else {}
+        results: dict[str, dict[str, Any]] = before["heads"] if before.get("about") == about else {}
+        for number, name in enumerate(options.heads, start=1):
+            note(f"{number} of {len(options.heads)}: {name}")
             answer = place / "answer.json"
             command = [sys.executable, __file__, "--one", name, "--place", str(place), "--out", str(answer)]
             command += ["--seconds", str(options.seconds), "--prompts", str(options.prompts)]
-            subprocess.run(command, check=True)
+            if subprocess.run(command).returncode:
+                note(f"{name} failed: see above")
+                continue
             results[name] = json.loads(answer.read_text())
-            machine = {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
-            about = {"seconds": options.seconds, "rows": options.rows, "tokens": tokens, "prompts": options.prompts, **machine}
             options.out.write_text(json.dumps({"about": about, "heads": results}, indent=2) + "\n")
             options.out.with_suffix(".md").write_text(table(results))
             draw(results, options.out.with_suffix(".png"))
