@@ -52,7 +52,7 @@ def plan(target: Target, options: OwnOptions) -> dict[str, Any]:
     depth: int = config.num_hidden_layers
     layers = options.layers or (depth if options.model else max(1, depth // PRUNED))
     if layers > depth:
-        raise UserError(f"options.layers is {layers}, but {options.model or target.name} has {depth} layers: lower it.")
+        raise UserError(f"head.options.layers is {layers}, but {options.model or target.name} has {depth} layers: lower it.")
     for name, value in list(vars(config).items()):
         if "layer" in name and isinstance(value, list) and len(value) == depth:  # one entry a layer: its kind, its RoPE, …
             setattr(config, name, value[:layers])
@@ -73,12 +73,14 @@ def sibling(target: Target, model: str) -> Any:
     """The config of the causal LM that ``model`` names; UserError unless it reads and writes the target's tokens."""
     path, where = located(model)
     try:
-        config = AutoConfig.from_pretrained(path, **where)
+        config = AutoConfig.from_pretrained(path, **where).get_text_config()
         theirs = load_tokenizer(path, **where)
     except UNREADABLE as error:
-        raise UserError(f"options.model: {model!r} cannot be read ({reason(error)}): give a causal LM's directory.") from error
+        raise UserError(
+            f"head.options.model: {model!r} cannot be read ({reason(error)}): give a causal LM's directory."
+        ) from error
     if getattr(config, "quantization_config", None):
-        raise UserError(f"options.model: {model!r} is quantized and cannot be trained: give its unquantized weights.")
+        raise UserError(f"head.options.model: {model!r} is quantized and cannot be trained: give its unquantized weights.")
     if target.tokenizer is not None:
         compare_tokenizers(target, theirs, model)
     check_rows(target, config.vocab_size, model)
@@ -124,8 +126,8 @@ def compare_tokenizers(target: Target, theirs: Any, model: str) -> None:
 
 def refusal(target: Target, model: str, difference: str) -> str:
     return (
-        f"options.model: {model!r} has another tokenizer than {target.name!r} ({difference}): a draft must write the target's "
-        "tokens, so choose an LM of its family."
+        f"head.options.model: {model!r} has another tokenizer than {target.name!r} ({difference}): a draft must write the "
+        "target's tokens, so choose an LM of its family."
     )
 
 
@@ -226,9 +228,7 @@ def from_tensors(layer: dict[str, Any], tensors: dict[str, Tensor]) -> PreTraine
         raise UserError(f"the checkpoint's tensor {key!r} has shape {list(given)}, and its config.json asks for {list(asked)}.")
     for what, keys in (("lacks", found["missing_keys"]), ("has no place for", found["unexpected_keys"])):
         if keys:
-            raise UserError(
-                f"the checkpoint {what} the tensor {min(keys)!r}, by its config.json: it is not whole, or another's."
-            )
+            raise UserError(f"the checkpoint {what} the tensor {min(keys)!r}, by its config.json: fetch it again.")
     return lm
 
 
@@ -238,7 +238,7 @@ def load(model: str) -> PreTrainedModel:
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **where)
     except UNREADABLE as error:
         raise UserError(
-            f"options.model: {model!r} cannot be loaded ({reason(error)}): give a causal LM's directory."
+            f"head.options.model: {model!r} cannot be loaded ({reason(error)}): give a causal LM's directory."
         ) from error
 
 

@@ -93,7 +93,7 @@ class PardHead(DraftHead):
         self.mask_token: int = config.layer["pard_token"]
         if self.options.features:
             if not config.taps:
-                raise UserError("options.features reads the target's states, and head.taps names none: name them.")
+                raise UserError("head.options.features reads the target's states, and head.taps names none: name them.")
             inputs = len(config.taps) * config.target.hidden_size
             self.target_proj = nn.Linear(inputs, own_lm.width(config), bias=False)
 
