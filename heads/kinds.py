@@ -17,8 +17,8 @@ from .peagle import PEagleHead
 from .redrafter import RedrafterHead
 
 KINDS: dict[str, type[DraftHead]] = {
-    "draft_model": DraftModelHead,
     "dflash": DFlashHead,
+    "draft_model": DraftModelHead,
     "eagle": EagleHead,
     "eagle3": Eagle3Head,
     "hydra": HydraHead,

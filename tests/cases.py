@@ -50,26 +50,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dflash-conv": ("dflash", BLOCK | {"in_block": "conv", "rank": 8, "group": 8, "candidates": 5}),
     "draft-model": ("draft_model", {"layers": 2}),
     "draft-model-lora": ("draft_model", {"layers": 2, "lora": 4}),
-    "pard": ("pard", {"layers": 2, "mask_token": 127, "ratio": 1.0}),
-    "pard-lora": ("pard", {"layers": 2, "mask_token": 127, "ratio": 1.0, "lora": 4}),
-    "pard-features": ("pard", {"layers": 2, "mask_token": 127, "ratio": 1.0, "features": True, "feature_scale": 1.0}),
     "mtp": ("mtp", {"init": "random"}),
     "mtp-warm": ("mtp", {}),
     "mtp-deepseek": ("mtp", {"form": "deepseek", "init": "random"}),
     "mtp-mimo": ("mtp", {"form": "mimo"}),
+    "pard": ("pard", {"layers": 2, "mask_token": 127, "ratio": 1.0}),
+    "pard-lora": ("pard", {"layers": 2, "mask_token": 127, "ratio": 1.0, "lora": 4}),
+    "pard-features": ("pard", {"layers": 2, "mask_token": 127, "ratio": 1.0, "features": True, "feature_scale": 1.0}),
 }
 WHOLE = {
     "dflash-whole",
     "dflash-conv",
     "draft-model",
     "draft-model-lora",
-    "pard",
-    "pard-lora",
-    "pard-features",
     "mtp",
     "mtp-warm",
     "mtp-deepseek",
     "mtp-mimo",
+    "pard",
+    "pard-lora",
+    "pard-features",
 }  # cases with the target's whole vocabulary
 TAPS = {"pard-features": [1, 4]}  # where a case reads other taps than its kind's default
 
