@@ -114,6 +114,7 @@ def test_greedy_text_with_half_of_the_drafts_accepted(lively_target: Target, tex
         assert result.tokens == text
         assert all(0 <= a <= p <= parse(shape).length for a, p in zip(result.accepted, result.proposed, strict=True))
         assert not isinstance(parse(shape), Shape) or set(result.proposed) == {parse(shape).length}
+        assert sum(result.proposed) <= result.drafted <= parse(shape).nodes * len(result.proposed)
         proposed, accepted = proposed + len(result.accepted), accepted + sum(a > 0 for a in result.accepted)
     assert 0.3 < accepted / proposed < 0.7
 
@@ -239,6 +240,16 @@ def test_every_pass_reads_only_new_tokens(lively_target: Target, monkeypatch: py
     monkeypatch.setattr(head, "begin", lambda s, f, ids, t: seen.append(("begin", len(f.last))) or begin(s, f, ids, t))
     generate(lively_target, head, PROMPTS[1], chain(3), 9)
     assert seen == [("begin", len(PROMPTS[1])), ("verify", 4), ("begin", 4), ("verify", 4)]
+
+
+@pytest.mark.parametrize(("shape", "often"), [("none", 1), ("tree:2x2", 2), ("chain:3", 2)])
+def test_who_sees_whom_is_worked_out_once_for_a_static_shape(
+    lively_target: Target, monkeypatch: pytest.MonkeyPatch, shape: str, often: int
+) -> None:
+    work_out, asked = verifier.ancestry, []
+    monkeypatch.setattr(verifier, "ancestry", lambda shape, device: asked.append(shape) or work_out(shape, device))
+    generate(lively_target, random_head("eagle3", lively_target), PROMPTS[1], parse(shape), 12)
+    assert len(asked) == often
 
 
 @pytest.mark.parametrize(
