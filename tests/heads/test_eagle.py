@@ -287,9 +287,9 @@ def test_a_published_head_computes_what_its_tensors_say(tmp_path: Path) -> None:
     theirs = load_file(tmp_path / "model.safetensors")
     ids = some_ids(1, 5)
     last = target.features(ids, []).last
-    layer = LlamaDecoderLayer(
-        LlamaConfig(**SIZES | {"num_hidden_layers": 1}, rms_norm_eps=1e-5, attn_implementation="eager"), 0
-    )
+    sizes: Any = LlamaConfig(**SIZES | {"num_hidden_layers": 1}, rms_norm_eps=1e-5)
+    sizes._attn_implementation = "eager"
+    layer = LlamaDecoderLayer(sizes, 0)
     layer.input_layernorm = nn.Identity()  # type: ignore[assignment]
     own = {name.removeprefix("layers.0."): tensor for name, tensor in theirs.items() if name.startswith("layers.0.")}
     layer.load_state_dict(own)
