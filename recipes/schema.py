@@ -75,9 +75,66 @@ def below(section: str, error: Any) -> Any:
     return {"type": error["type"], "loc": (section, *error["loc"]), "input": error["input"], "ctx": error.get("ctx", {})}
 
 
+LOSSES = ("kl", "kl_top", "rkl", "js", "tv", "l1", "nla", "lk", "ce", "ce_best", "dspark", "e2e_tv")
+ON_LABELS = {"ce", "dspark", "dpace", "until_fail"}  # losses and weights that ask which token the data has
+
+
 class ObjectiveSection(Section):
-    loss: Literal["kl", "lk", "ce"] = "lk"
-    depth_decay: float = Field(default=0.8, gt=0, le=1, description="weight of depth i is decay ** i")
+    """docs/objectives.md has the formulas."""
+
+    loss: str | dict[str, float] = Field(
+        default="lk", description=f"one of {', '.join(LOSSES)}; or several with their weights, as {{ce: 0.1, tv: 0.9}}"
+    )
+    depth_decay: float | dict[str, float] | None = Field(
+        default=None,
+        description="weight of depth i: decay ** i; {gamma: g}: exp(-i / g); {power: p}: (1 + i) ** -p; null: 0.8, or 1 where "
+        "objective.weights or e2e_tv weighs depths already",
+    )
+    weights: Literal["dpace", "cat", "until_fail"] | None = Field(
+        default=None, description="weighs every row's depths by how far its draft gets; null: all alike"
+    )
+    temperature: float = Field(
+        default=1.0, gt=0, description="divides the target's logits and the head's: the one that drafts will be served at"
+    )
+    eta: float | None = Field(default=None, gt=0, description="of lk: the larger, the earlier tv takes over from kl; null: 3")
+    top_k: int | None = Field(default=None, ge=1, description="of kl_top: how many of the target's tokens count; null: 10")
+
+    @field_validator("loss", mode="before")
+    @classmethod
+    def known_losses(cls, value: Any) -> Any:
+        mix = {value: 1} if isinstance(value, str) else value
+        if not isinstance(mix, dict) or not mix:
+            raise ValueError("name a loss, or map losses to weights as in {ce: 0.1, tv: 0.9}")
+        for name, weight in mix.items():
+            if name not in LOSSES:
+                raise ValueError(f"{name!r} is no loss; the losses are {', '.join(LOSSES)}")
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or weight <= 0:
+                raise ValueError(f"the weight of {name} must be a number above 0, not {weight!r}")
+        return value
+
+    @field_validator("depth_decay", mode="before")
+    @classmethod
+    def known_decay(cls, value: Any) -> Any:
+        named = value if isinstance(value, dict) else {"base": value}
+        fits = len(named) == 1 and set(named) <= {"base", "gamma", "power"}
+        number = next(iter(named.values()), None)
+        if value is not None and not (fits and isinstance(number, int | float) and number > 0 and named.get("base", 0) <= 1):
+            raise ValueError("write a number above 0 and up to 1, or {gamma: g} or {power: p} with a number above 0")
+        return value
+
+    @model_validator(mode="after")
+    def filled_in(self) -> Self:
+        for key, loss in (("eta", "lk"), ("top_k", "kl_top")):
+            if loss not in self.losses and getattr(self, key) is not None:
+                raise ValueError(f"{key} is read by the loss {loss} alone: name {loss} in objective.loss, or take {key} out")
+        if self.depth_decay is None:
+            self.depth_decay = 1.0 if self.weights or "e2e_tv" in self.losses else 0.8
+        return self
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """The losses and their weights."""
+        return {self.loss: 1.0} if isinstance(self.loss, str) else self.loss
 
 
 class TrainSection(Section):
@@ -127,8 +184,9 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def learns_from_the_target(self) -> Self:
-        if self.train.on_policy and "ce" in self.objective.loss:
-            raise ValueError("train.on_policy needs an objective.loss that learns from the target's distribution, not ce")
+        asked = ON_LABELS & {*self.objective.losses, self.objective.weights}
+        if self.train.on_policy and asked:
+            raise ValueError(f"train.on_policy needs an objective that learns from the target's distribution, not {min(asked)}")
         return self
 
     def sources(self, part: str) -> list[str]:

@@ -34,6 +34,7 @@ from ..outputs import new_directory, refuse_existing
 from ..recipes.schema import Recipe
 from ..target import Target
 from . import checkpoints
+from .calibration import calibrate
 from .metrics import DepthSums
 from .objectives import Objective
 from .provenance import write_run
@@ -199,7 +200,7 @@ class Run:
                 # DDP and FSDP average gradients over processes; the sum is what is wanted
                 self.accelerator.backward(loss * self.accelerator.num_processes)
             sums.add(seen)
-        norm = self.accelerator.clip_grad_norm_(self.head.parameters(), self.recipe.train.clip)
+        norm = self.clip()
         if not torch.isfinite(torch.as_tensor(norm)):
             raise RuntimeError(f"the gradient norm is {norm}: rows {rows} give no finite loss")
         self.lr = self.scheduler.get_last_lr()[0]
@@ -207,6 +208,17 @@ class Run:
         self.scheduler.step()
         self.optimizer.zero_grad()
         return sums
+
+    def clip(self) -> Any:
+        """Clip the gradients; returns the head's norm before. A confidence estimate has a norm of its own, so that the head
+        learns the same with it as without."""
+        beside = self.accelerator.unwrap_model(self.head).confidence
+        if beside is None:
+            return self.accelerator.clip_grad_norm_(self.head.parameters(), self.recipe.train.clip)
+        own = set(beside.parameters())
+        self.accelerator.clip_grad_norm_(list(own), self.recipe.train.clip)
+        rest = [parameter for parameter in self.head.parameters() if parameter not in own]
+        return self.accelerator.clip_grad_norm_(rest, self.recipe.train.clip)
 
     def taught(self, batch: FeatureBatch, step: int) -> list[torch.Tensor]:
         """The rows of a batch that this step teaches, map by map; a kind that samples draws anew at every step."""
@@ -383,9 +395,12 @@ def count_everywhere(examples: Sequence[Encoded], vocab_size: int, accelerator: 
 def evaluate(run: Run, step: int, best: float | None, score: Score | None, log: "Log") -> float:
     """Held-out loss and simulated τ, τ by the verifier; saves the head when it is the best yet. Returns the best τ."""
     began = time.perf_counter()
-    report = run.held_out_sums().reduced(run.accelerator).report(run.shares)
+    sums = run.held_out_sums().reduced(run.accelerator)
+    report = sums.report(run.shares)
     head = run.snapshot()
     if head is not None:
+        if head.confidence is not None:
+            report |= calibrate(head.confidence, sums.sure)
         if score is not None:
             report["tau"] = score(run.target, head)
             if report["tau"] < MISMATCH * report["tau_sim"]:

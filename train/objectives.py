@@ -228,8 +228,8 @@ class Objective:
     depth_decay: float | dict[str, float] = 0.8
     weights: str | None = None
     temperature: float = 1.0
-    eta: float = 3.0
-    top_k: int = 10
+    eta: float | None = None
+    top_k: int | None = None
 
     def shares(self, depths: int) -> Tensor:
         """The weight of every depth's mean loss [depths], summing to 1."""
@@ -263,7 +263,8 @@ class Objective:
     def cost(self, look: Look, loss: str | dict[str, float]) -> Tensor:
         mix = {loss: 1.0} if isinstance(loss, str) else loss
         options = {"lk": {"eta": self.eta}, "kl_top": {"top_k": self.top_k}}
-        return torch.stack([weight * LOSSES[name](look, **options.get(name, {})) for name, weight in mix.items()]).sum(0)
+        given = {name: {key: value for key, value in options.get(name, {}).items() if value is not None} for name in mix}
+        return torch.stack([weight * LOSSES[name](look, **given[name]) for name, weight in mix.items()]).sum(0)
 
 
 def link(looks: list[Look], places: int) -> None:
