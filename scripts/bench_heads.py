@@ -43,23 +43,23 @@ from draftsmith.target import Target
 from draftsmith.train.loop import prepare, read_examples, start, train
 
 RUNS = {
-    "eagle": ("eagle-smollm2", []),
-    "eagle3": ("demo", []),
-    "eagle3, two layers": ("demo", ["head.options.layers=2"]),
-    "peagle": ("peagle-smollm2", []),
     "medusa": ("medusa-smollm2", []),
-    "medusa-2": ("medusa2-smollm2", []),
     "hydra": ("hydra-smollm2", []),
+    "eagle3": ("demo", []),
+    "eagle": ("eagle-smollm2", ["head.draft_vocab=4096"]),
     "mlp_speculator": ("mlp_speculator-smollm2", []),
     "redrafter": ("redrafter-smollm2", []),
-    "mtp": ("mtp-smollm2", []),
+    "dflash, markov": ("dflash-smollm2", []),
+    "peagle": ("peagle-smollm2", []),
     "draft_model": ("draft_model-smollm2", []),
     "pard": ("pard-smollm2", []),
-    "dflash": ("dflash-smollm2", []),
-    "dflash, markov": ("dflash-smollm2", ["head.options.in_block=markov"]),
+    "mtp": ("mtp-smollm2", []),
+    "medusa-2": ("medusa2-smollm2", []),
+    "dflash": ("dflash-smollm2", ["head.options.in_block=none"]),
+    "eagle3, two layers": ("demo", ["head.options.layers=2"]),
 }
 CHAIN, STATIC, DYNAMIC = 5, (4, 2, 2, 1), "dynamic:24"
-NEW_TOKENS, CHOOSING, COMPARED, HELD_OUT, TIMED = 48, 4, 4, 20, 3  # TIMED steps before training tell how many fit
+NEW_TOKENS, CHOOSING, COMPARED, HELD_OUT, TIMED = 40, 3, 3, 6, 3  # TIMED steps before training tell how many fit
 
 
 def recipe_of(name: str, place: Path, *changes: str) -> Recipe:
