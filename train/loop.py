@@ -274,7 +274,7 @@ def prepare(recipe: Recipe, accelerator: Accelerator, out: Path, resume: bool) -
         head.train()
         vocabulary = holding(head.target_ids.cpu(), counts)
     elif recipe.head.init_from:
-        head = fine_tuned(recipe, target)
+        head = begun_from(recipe, target)
         vocabulary = holding(head.target_ids.cpu(), counts)
     else:
         vocabulary = choose(counts, size, special_ids(target.tokenizer, target.eos_ids))
@@ -313,25 +313,36 @@ def prepare(recipe: Recipe, accelerator: Accelerator, out: Path, resume: bool) -
     return run
 
 
-def fine_tuned(recipe: Recipe, target: Target) -> DraftHead:
-    """The head that ``head.init_from`` holds, to go on with; its vocabulary stays as it is.
+def begun_from(recipe: Recipe, target: Target) -> DraftHead:
+    """The recipe's head with the weights of the head that ``head.init_from`` holds, whose vocabulary and taps it keeps.
 
-    Raises UserError where the recipe asks for another target or otherwise than that head is.
+    What that head does not have (an adapter, further depths) starts fresh, and is named. Raises UserError where the two
+    cannot be the same head: another target, kind or vocabulary, other taps, a tensor without a place or of another shape.
     """
     section, source = recipe.head, str(recipe.head.init_from)
-    head = load_head(source)
-    check_target(head.config, target)
-    has = head.config.model_dump() | {"draft_vocab": head.config.draft_vocab_size}
-    asked = {key: getattr(section, key) for key in section.model_fields_set - {"init_from", "options"}}
-    defaults = KINDS[section.kind].Options().model_dump()
-    asked |= {f"options.{key}": value for key, value in section.options.items() if value != defaults[key]}
-    has |= {f"options.{key}": value for key, value in head.config.options.items()}
-    for key, value in asked.items():
-        if has.get(key) != value and value is not None:
+    old = load_head(source)
+    check_target(old.config, target)
+    for key, has in (("kind", old.kind), ("taps", old.config.taps), ("draft_vocab", old.config.draft_vocab_size)):
+        asked = getattr(section, key)
+        if asked is not None and asked != has:
+            raise UserError(f"head.{key} is {asked} in the recipe and {has} in {source}: leave it out or write {has}.")
+    options = KINDS[section.kind].Options.model_validate(section.options)
+    torch.manual_seed(recipe.train.seed)
+    taps, ids = old.config.taps, old.target_ids.cpu()
+    head = KINDS[section.kind].create(target, options, taps, section.depths, ids, section.confidence)
+    ours, theirs = head.tensors(), old.tensors()
+    for name, tensor in theirs.items():
+        if name not in ours or ours[name].shape != tensor.shape:
+            is_here = "is missing" if name not in ours else f"has the shape {list(ours[name].shape)}"
             raise UserError(
-                f"head.{key} is {value} in the recipe and {has.get(key)} in {source}: leave it out or write what that head has."
+                f"{source} holds {name!r} of shape {list(tensor.shape)}, which {is_here} in the recipe's head: make "
+                "head.options and head.depths fit."
             )
-    return head.train()
+    head.load_state_dict(theirs, strict=False)
+    fresh = sorted({".".join(name.split(".")[:2]) for name in ours.keys() - theirs.keys()})
+    if fresh:
+        note(f"not in {source}, so fresh: {', '.join(fresh)}")
+    return head
 
 
 def parameter_groups(head: DraftHead, lr: float) -> list[dict[str, Any]]:

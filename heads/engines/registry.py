@@ -57,7 +57,8 @@ def export(head: DraftHead, target: Target, engine: str, out: str | Path, draft_
     layout = find_layout(head.kind, engine)
     check_target(head.config, target)
     check_length(head, draft_length)
-    check_path(out, layout.method)
+    if engine.startswith("vllm") or engine == "speculators":
+        check_path(out, layout.method)
     head = head.merged().to(target.device)
     tensors = layout.tensors(head, target)
     check_finite(tensors)

@@ -147,3 +147,11 @@ def embedding_tensors(target: Target) -> dict[str, Tensor]:
 
 def same(ours: Tensor | None, theirs: Tensor | None) -> bool:
     return ours is theirs if ours is None or theirs is None else torch.equal(ours, theirs)
+
+
+def spread(rows: Tensor, ids: Tensor, vocab: int) -> Tensor:
+    """Rows [draft vocab, width] at their ids in [vocab, width], their mean everywhere else.
+
+    The logit of any other token is then the mean of the drafted tokens' logits, which is never above the best of them.
+    """
+    return rows.mean(0).repeat(vocab, 1).index_copy(0, ids, rows)

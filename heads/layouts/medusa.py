@@ -16,7 +16,7 @@ from ...target import Target
 from ..adapters import Adapter, load_tensors, merged
 from ..base import DraftHead
 from ..medusa import MedusaHead
-from .layout import Layout, dtype_names, make_head, own_tensors, provenance
+from .layout import Layout, dtype_names, make_head, own_tensors, provenance, spread
 
 ADAPTER, TARGET = "adapter", "target"  # folders beside the heads
 PREFIXES = ("medusa_head.", "medusa_heads.")  # of a checkpoint's heads
@@ -90,16 +90,6 @@ def whole_tensors(head: DraftHead, target: Target) -> dict[str, Tensor]:
     if reduced:
         found = {name: spread(t, ids, target.vocab_size) if "lm_heads" in name else t for name, t in found.items()}
     return found | ({"token_map": ids} if reduced else {})
-
-
-def spread(rows: Tensor, ids: Tensor, vocab: int) -> Tensor:
-    """Rows [draft vocab, hidden] at their ids in [vocab, hidden]; all other tokens repeat the first row.
-
-    They can then never beat the best drafted token, and ``argmax`` gives a tie to the lower id, the drafted one.
-    """
-    spread = rows[:1].repeat(vocab, 1)
-    spread[ids] = rows
-    return spread
 
 
 def output_rows(target: Target) -> Tensor:

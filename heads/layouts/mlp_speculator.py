@@ -11,7 +11,7 @@ from ...errors import UserError
 from ...target import Target
 from ..base import DraftHead
 from ..mlp_speculator import MlpSpeculatorHead
-from .layout import Layout, dtype_names, make_head, provenance
+from .layout import Layout, dtype_names, make_head, provenance, spread
 
 PARTS = ("emb", "proj", "head", "ln")
 TOP_K = (5, 4, 3, 2)  # candidates per depth, as published configs have them; 2 at all further depths
@@ -52,14 +52,6 @@ def tensors(head: DraftHead, target: Target) -> dict[str, Tensor]:
             whole = tensor.detach().cpu().contiguous()
             found[f"speculator.{name}"] = spread(whole, ids, target.vocab_size) if part == "head" and reduced else whole
     return found | ({"token_map": ids} if reduced else {})
-
-
-def spread(rows: Tensor, ids: Tensor, vocab: int) -> Tensor:
-    """Rows [draft vocab, inner] at their ids in [vocab, inner], their mean everywhere else.
-
-    The logit of any other token is then the mean of the drafted tokens' logits, which is never above the best of them.
-    """
-    return rows.mean(0).repeat(vocab, 1).index_copy(0, ids, rows)
 
 
 def rebuild(config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> DraftHead:

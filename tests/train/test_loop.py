@@ -343,9 +343,17 @@ def test_a_run_goes_on_from_another_runs_head(workplace, whole_run):
     assert curve(workplace / "finer", "held_out")[0]["tau_sim"] == best
     heads = [load_file(workplace / run / "head" / "model.safetensors") for run in ("whole", "finer")]
     assert torch.equal(*(tensors["target_ids"] for tensors in heads))
-    for key, value in (("draft_vocab", 48), ("depths", 3), ("options", "{norm_output: true}")):
-        with pytest.raises(UserError, match=rf"head\.{key}"):
-            train(recipe_in(workplace, "otherwise", *more, f"head.{key}={value}"))
+    refused = (("draft_vocab=48", "head.draft_vocab is 48"), ("taps=[1,2]", "head.taps"), ("options.layers=2", None))
+    for change, said in (*refused, ("options.fc_norm=true", None)):
+        again = recipe_in(workplace, "otherwise", *more, f"head.{change}")
+        if said:
+            with pytest.raises(UserError, match=said):
+                train(again)
+        else:  # what the other head does not have starts fresh
+            train(again, force=True)
+    fewer = recipe_in(workplace, "fewer", *more[:1], f"head.init_from={workplace}/otherwise/head")
+    with pytest.raises(UserError, match="fc_norm"):
+        train(fewer)
 
 
 def test_the_last_share_of_the_steps_learns_from_rollouts(workplace, whole_run):
