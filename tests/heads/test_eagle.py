@@ -287,7 +287,7 @@ def test_a_published_head_computes_what_its_tensors_say(tmp_path: Path) -> None:
     theirs = load_file(tmp_path / "model.safetensors")
     ids = some_ids(1, 5)
     last = target.features(ids, []).last
-    sizes: Any = LlamaConfig(**SIZES | {"num_hidden_layers": 1}, rms_norm_eps=1e-5)
+    sizes: Any = LlamaConfig(**SIZES, rms_norm_eps=1e-5)
     sizes._attn_implementation = "eager"
     layer = LlamaDecoderLayer(sizes, 0)
     layer.input_layernorm = nn.Identity()  # type: ignore[assignment]
