@@ -108,8 +108,8 @@ def make_head(
     given = {name: tuple(tensor.shape) for name, tensor in {**tensors, "target_ids": target_ids}.items()}
     odd = sorted(name for name in expected.keys() | given.keys() if expected.get(name) != given.get(name))
     if odd:
-        asked = f"its config.json asks for {expected.get(odd[0])}"
-        raise UserError(f"the export's tensor {odd[0]!r} has shape {given.get(odd[0])}, and {asked}: export the head again.")
+        said = (f"tensor {name!r} has shape {given.get(name)}, and its config asks for {expected.get(name)}" for name in odd)
+        raise UserError(f"the export's {'; '.join(said)}: export the head again, or name the target that it was made for.")
     dtypes = {tensor.dtype for tensor in tensors.values()}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
     for stored in head.state_dict(keep_vars=True).values():  # head.to(dtype) would round RoPE's frequencies, too

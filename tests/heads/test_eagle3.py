@@ -347,3 +347,14 @@ def test_what_is_odd_in_a_published_head_is_named(change: Any, keys: dict[str, A
     target = llama()
     with pytest.raises(UserError, match=said):
         import_head(published(tmp_path, target, SPECFORGES | keys, SINGLE, change), target)
+
+
+def test_every_tensor_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    def change(tensors: dict[str, Tensor], target: Target) -> None:
+        del tensors["norm.weight"]
+        tensors |= {"stray.weight": torch.ones(2), "fc.weight": torch.ones(32, 64)}
+
+    with pytest.raises(UserError) as raised:
+        import_head(published(tmp_path, llama(), PAPERS, SINGLE, change), llama())
+    for said in ("'norm.weight' has shape None", "'stray.weight' has shape (2,)", "'fc.weight' has shape (32, 64)"):
+        assert said in str(raised.value)
