@@ -55,8 +55,6 @@ RUNS = {
     "pard": ("pard-smollm2", []),
     "mtp": ("mtp-smollm2", []),
     "medusa-2": ("medusa2-smollm2", []),
-    "dflash": ("dflash-smollm2", ["head.options.in_block=none"]),
-    "eagle3, two layers": ("demo", ["head.options.layers=2"]),
 }
 CHAIN, STATIC, DYNAMIC = 5, (4, 2, 2, 1), "dynamic:24"
 NEW_TOKENS, CHOOSING, COMPARED, HELD_OUT, TIMED = 40, 3, 3, 6, 3  # TIMED steps before training tell how many fit
@@ -82,6 +80,8 @@ def keep_states(place: Path, names: list[str], rows: int) -> int:
     taps = {tap for recipe in recipes for tap in recipe.head.taps or KINDS[recipe.head.kind].default_taps(target)}
     examples = read_examples(recipes[0], "train", target, Tally())
     tokens = int(sum(len(example.ids) for example in examples))
+    if (place / "store").exists():  # of an earlier run in the same --place
+        return tokens
     with Progress("keeping hidden states", tokens) as bar:
         extract(target, examples, sorted(taps), place / "store", "bfloat16", batch_tokens=2048, progress=bar.advance)
     return tokens
@@ -186,7 +186,7 @@ def main() -> None:
     parser.add_argument("--heads", nargs="*", default=list(RUNS), choices=list(RUNS), metavar="NAME")
     parser.add_argument("--out", type=Path, default=Path("docs/results/heads.json"))
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    parser.add_argument("--place", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--place", type=Path, help="where data, states and runs are kept (default: a temporary folder)")
     options = parser.parse_args()
     if options.one:
         options.out.write_text(json.dumps(run_one(options.one, options.place, options)))
