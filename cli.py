@@ -159,13 +159,15 @@ def heads(as_json: AsJson = False, debug: Debug = False) -> None:
         }
         for name, kind in KINDS.items()
     }
-    versions = {name: engine.version for name, engine in ENGINES.items()}
-    grid = Table("kind", f"taps of {depth} layers", *map("\n".join, versions.items()), box=None, padding=(0, 2, 0, 0))
+    grid = Table("kind", f"taps of {depth} layers", "served by", "written for", box=None, padding=(0, 2, 0, 0))
     for name, kind in kinds.items():
         taps = ", ".join(map(str, kind["taps"])) or "none"
-        marks = ["served" if e in kind["served"] else "layout" if e in kind["exports"] else "" for e in ENGINES]
-        grid.add_row(name, taps, *marks)
-    grid.caption = "served: a test loads it in the engine itself; layout: written and checked by the engine's published rules"
+        written = ", ".join(engine for engine in kind["exports"] if engine not in kind["served"])
+        grid.add_row(name, taps, ", ".join(kind["served"]), written)
+    grid.caption = (
+        "served by: a test loads it in the engine itself; written for: checked by the engine's published rules. Layouts are "
+        "those of " + ", ".join(f"{name} {engine.version}" for name, engine in ENGINES.items())
+    )
     show(kinds, as_json, grid)
 
 

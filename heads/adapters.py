@@ -4,18 +4,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig, PeftModel, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
-from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import UserError
 from ..target import Target
+
+if TYPE_CHECKING:  # peft takes seconds to import, and most heads have no adapter
+    from peft import LoraConfig
 
 NAME = "default"  # what peft calls its only adapter
 PREFIX = "base_model.model."  # what peft's files put before a module's name
@@ -83,7 +83,9 @@ class Adapter(nn.Module):
                 f"{target.name} lies on {where} and its adapters on {ours}: load the target on one device, for both."
             )
 
-    def config(self, modules: list[str]) -> LoraConfig:
+    def config(self, modules: list[str]) -> "LoraConfig":
+        from peft import LoraConfig
+
         alpha: Any = self.alpha  # peft says int and takes any number
         return LoraConfig(
             r=self.rank, lora_alpha=alpha, lora_dropout=self.dropout, target_modules=modules, task_type="CAUSAL_LM"
@@ -102,6 +104,8 @@ class Adapter(nn.Module):
 def sizes(target: Target, rank: int, modules: Sequence[str] | str) -> dict[str, list[int]]:
     """[inputs, outputs] of the target's linear modules whose names end in one of ``modules``, or of all but the output head
     ("all-linear"), by name. UserError where there is none, or one that is not linear or tied."""
+    from peft import LoraConfig
+
     names = modules if isinstance(modules, str) else list(modules)
     layers = lora_layers(target, LoraConfig(r=rank, target_modules=names))
     for name, layer in layers.items():
@@ -118,11 +122,15 @@ def sizes(target: Target, rank: int, modules: Sequence[str] | str) -> dict[str, 
     return {name: [layer.in_features, layer.out_features] for name, layer in layers.items()}
 
 
-def lora_layers(target: Target, config: LoraConfig) -> dict[str, Any]:
+def lora_layers(target: Target, config: "LoraConfig") -> dict[str, Any]:
     """peft's layers around the target's modules that ``config`` names, by name, their matrices still empty.
 
     peft puts them into the model; they are taken out again, so that the target is left as it was.
     """
+    from peft import inject_adapter_in_model
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     model = target.model
     if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
         raise UserError(f"{target.name} carries adapters already: merge them into it (peft's merge_and_unload) and save it.")
@@ -156,4 +164,6 @@ def load_tensors(directory: Path) -> dict[str, Tensor]:
 @torch.no_grad()
 def merged(target: Target, adapter: Path) -> Any:
     """A copy of the target's model with the adapter of a peft directory added to its weights, in the target's dtype."""
+    from peft import PeftModel
+
     return PeftModel.from_pretrained(deepcopy(target.model), str(adapter)).merge_and_unload()

@@ -306,7 +306,7 @@ def test_a_published_head_comes_in_drafts_and_goes_out_as_it_was(
     assert isinstance(head, HydraHead) and head.options.prefix == (arch == "prefix-mlp")
     plain = generate(target, None, [5, 6, 7], full([1]), 12).tokens
     assert generate(target, head.float(), [5, 6, 7], full([3, 2, 1]), 12).tokens == plain
-    out = export(head.to(dtype), target, "hydra", tmp_path / "out", draft_length=DEPTHS)
+    out = export(import_head(tmp_path / "in", target), target, "hydra", tmp_path / "out", draft_length=DEPTHS)
     again = torch.load(out / "hydra_lm_head.pt", weights_only=True)
     assert again.keys() == {name for name in tensors if not name.endswith(UNREAD)}  # all that is the head's own
     assert all(torch.equal(tensor, tensors[name]) and tensor.dtype == dtype for name, tensor in again.items())
