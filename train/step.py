@@ -86,10 +86,9 @@ class Judge:
         A power of two, so that the sums are rounded alike from call to call while the free memory wavers.
         """
         device = self.batch.ids.device
-        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
         sizes = [self.target.vocab_size if whole(depth) else len(head.target_ids) for depth in depths]
         per_row = 4 * (3 * self.target.vocab_size + 8 * sum(sizes))
-        fits = max(LEAST, min(int(free * SHARE / per_row), MOST.get(device.type, 1024)))
+        fits = max(LEAST, min(int(free_memory(device) * SHARE / per_row), MOST.get(device.type, 1024)))
         return 1 << (fits.bit_length() - 1)
 
     def piece(self, head: DraftHead, depths: list[Depth], cuts: list[slice], states: list[Tensor]) -> tuple[Tensor, DepthSums]:
@@ -130,6 +129,13 @@ class Judge:
         if not whole(depth):
             labels, best = draft_ids(labels, head.target_ids), draft_ids(best, head.target_ids)
         return Look(warmed(logits, self.objective.temperature), p, labels, best, place)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free, and on a GPU what torch itself keeps for reuse besides."""
+    if device.type != "cuda":
+        return psutil.virtual_memory().available
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def read_out(depths: list[Depth], states: list[Tensor]) -> list[Tensor]:

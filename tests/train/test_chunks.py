@@ -208,6 +208,16 @@ def test_a_piece_takes_its_share_of_the_free_memory(
     assert all(rows & (rows - 1) == 0 for rows in seen), "a power of two: rounding stays while the memory wavers"
 
 
+def test_what_torch_keeps_for_reuse_is_free(free: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    free(2**30)
+    before = fitting("cuda", 128256, 32000, 4)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 24 * 2**30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 8 * 2**30)
+    assert fitting("cuda", 128256, 32000, 4) > before
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 24 * 2**30)
+    assert fitting("cuda", 128256, 32000, 4) == before
+
+
 def test_deeper_and_wider_heads_get_smaller_pieces(free: Any) -> None:
     free(80 * 2**30)
     base = fitting("cuda", 128256, 32000, 4)

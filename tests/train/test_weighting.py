@@ -1,6 +1,7 @@
 """How much depths and rows weigh: every rule against the same rule written row by row."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -181,3 +182,9 @@ def test_what_asks_for_the_datas_tokens_cannot_learn_from_rollouts(change: str) 
     with pytest.raises(UserError, match="learns from the target's distribution, not (ce|dspark|dpace|until_fail)"):
         load_recipe("demo", [f"objective.{change}", "train.on_policy=0.5"])
     load_recipe("demo", ["objective.loss={kl: 1, ce_best: 0.1}", "objective.weights=cat", "train.on_policy=0.5"])
+
+
+def test_the_page_names_every_choice() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "objectives.md").read_text()
+    for name in [*LOSSES, *WEIGHTS, *load_recipe("demo").objective.model_dump()]:
+        assert f"`{name}`" in page or f"{name}:" in page, name
