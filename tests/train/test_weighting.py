@@ -128,9 +128,8 @@ def test_weights_multiply_and_have_no_gradient(looks: list[Look], loss: str, wei
     weighted = Objective(loss, weights=weights).costs(looks, PLACES)
     for cost, weight, product in zip(plain, fixed, weighted, strict=True):
         torch.testing.assert_close(product, weight.detach() * cost)
-    expected = torch.autograd.grad(
-        sum((w.detach() * c).sum() for w, c in zip(fixed, plain, strict=True)), logits, retain_graph=True
-    )
+    total = torch.cat([weight.detach() * cost for weight, cost in zip(fixed, plain, strict=True)]).sum()
+    expected = torch.autograd.grad(total, logits, retain_graph=True)
     for mine, theirs in zip(torch.autograd.grad(torch.cat(weighted).sum(), logits), expected, strict=True):
         torch.testing.assert_close(mine, theirs)
 
