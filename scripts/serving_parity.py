@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from draftsmith.console import Progress, note
 from draftsmith.data.chat import Encoded
@@ -67,7 +68,9 @@ FITS = {
     "peagle": Fit("peagle", 4, 60, 1e-3, 0.3, 0.6),
     "medusa": Fit("medusa", 4, 120, 2e-3, 0.75, 1.3),
     "draft_model": Fit("draft_model", 4, 20, 1e-4, 0.1, 0.3, {"layers": 4}, depths=1, whole=True),
-    "pard": Fit("pard", 4, 30, 1e-4, 0.1, 0.3, {"layers": 4}, whole=True),
+    "pard": Fit("pard", 4, 60, 5e-4, 0.25, 0.5, {"layers": 4}, whole=True),
+    "dflash": Fit("dflash", 4, 60, 1e-3, 0.3, 0.6, {"layers": 1}),  # vLLM's CPU build gives all layers the first one's k_norm
+    "mtp": Fit("mtp", 4, 40, 2e-3, 0.1, 0.3, {"form": "mimo"}, whole=True),
 }
 PLANNED = [  # name, fit, quality, engine
     *((f"eagle3/{quality}", "eagle3", quality, "vllm") for quality in ("good", "middling", "bad")),
@@ -80,17 +83,20 @@ PLANNED = [  # name, fit, quality, engine
     ("medusa-shared/good", "medusa-shared", "good", "vllm"),
     ("draft_model/middling", "draft_model", "middling", "vllm"),
     ("pard/middling", "pard", "middling", "vllm"),
+    ("dflash/middling", "dflash", "middling", "vllm"),
+    ("mtp/good", "mtp", "good", "vllm"),
 ]
 
 
 @dataclass
 class Case:
-    """One head on both sides. ``length`` is the chain that is drafted."""
+    """One head on both sides, with its target. ``length`` is the chain that is drafted."""
 
     name: str
     head: DraftHead
     engine: str
     length: int
+    target: Target
 
 
 def main() -> int:
@@ -107,8 +113,8 @@ def main() -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     for case in cases:
         note(f"{case.name}: {len(prompts)} prompts, chain of {case.length}, {case.engine} layout")
-        engine, ours = both(case, target, prompts, arguments)
-        report["heads"][case.name] = compare(case, target, prompts, ours, engine)
+        engine, ours = both(case, prompts, arguments)
+        report["heads"][case.name] = compare(case, prompts, ours, engine)
         report["engine"]["version"] = engine["version"]
         (arguments.out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     show(report)
@@ -122,7 +128,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--head", type=Path, action="append", default=[], help="a trained head's directory, as one more case")
     parser.add_argument("--target", default=DEMO_TARGET)
-    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--prompts-file", type=Path, default=ROOT / "recipes/demo/heldout.jsonl")
     parser.add_argument("--max-new", type=int, default=32)
     parser.add_argument("--threads", type=int, default=1, help="threads of the training; one makes the same heads anywhere")
@@ -163,30 +169,59 @@ def greedy_answers(target: Target, prompts: list[list[int]], max_new: int) -> li
 
 def make_cases(arguments: argparse.Namespace, target: Target, prompts: list[list[int]], answers: list[list[int]]) -> list[Case]:
     """The wanted cases. A head is only trained when a case asks for it."""
-    examples = [
-        Encoded(np.array(prompt + answer, np.int32), np.array([False] * len(prompt) + [True] * len(answer)))
-        for prompt, answer in zip(prompts, answers, strict=True)
-    ]
+    examples = answered(prompts, answers)
     wanted = arguments.heads.split(",")
     good: dict[str, DraftHead] = {}
+    targets: dict[str, Target] = {}
 
     def made(name: str) -> DraftHead:
         if name not in good:
-            good[name] = share_lm_head(made("medusa"), target) if name == "medusa-shared" else fit(FITS[name], target, examples)
+            if name == "medusa-shared":
+                good[name] = share_lm_head(made("medusa"), target)
+            elif name == "mtp":
+                texts = answered(prompts, greedy_answers(targets["mtp"], prompts, arguments.max_new))
+                good[name] = fit(FITS[name], targets["mtp"], texts)
+            else:
+                good[name] = fit(FITS[name], target, examples)
         return good[name]
 
     cases = []
     for name, source, quality, engine in PLANNED:
         if wanted == ["all"] or any(name.startswith(beginning) for beginning in wanted):
             recipe = FITS[source.removesuffix("-shared")]
+            if source == "mtp":
+                targets[source] = mtp_target(target, arguments.out / "mtp-target")
             spoilt = made(source) if quality == "good" else spoil(made(source), getattr(recipe, quality))
-            cases.append(Case(name, spoilt, engine, recipe.length))
+            cases.append(Case(name, spoilt, engine, recipe.length, targets.get(source, target)))
     for directory in arguments.head:
         head = load_head(directory)
         length = min(head.deepest or 5, 5)
         run = directory.resolve().parent.name  # a head stands in RUN/head
-        cases += [Case(f"{head.kind}/{run}-{engine}", head, engine, length) for engine in served(head.kind)]
+        cases += [Case(f"{head.kind}/{run}-{engine}", head, engine, length, target) for engine in served(head.kind)]
     return cases
+
+
+def answered(prompts: list[list[int]], answers: list[list[int]]) -> list[Encoded]:
+    """Prompts with their answers, the answers supervised."""
+    return [
+        Encoded(np.array(prompt + answer, np.int32), np.array([False] * len(prompt) + [True] * len(answer)))
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+
+
+def mtp_target(like: Target, folder: Path) -> Target:
+    """A small random Qwen2 with the tokenizer of ``like``: of a family whose multi-token prediction vLLM serves (as MiMo)."""
+    torch.manual_seed(1)
+    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
+    ends = {"bos_token_id": like.config.bos_token_id, "eos_token_id": like.config.eos_token_id}
+    config = Qwen2Config(vocab_size=like.vocab_size, num_key_value_heads=2, max_position_embeddings=512, **sizes, **ends)
+    model = Qwen2ForCausalLM(config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.2) if parameter.ndim > 1 else parameter.add_(torch.randn_like(parameter) * 0.3)
+    model.save_pretrained(folder)
+    like.tokenizer.save_pretrained(folder)
+    return Target.load(str(folder), dtype="float32")
 
 
 def share_lm_head(head: DraftHead, target: Target) -> DraftHead:
@@ -246,16 +281,15 @@ def spoil(head: DraftHead, scale: float) -> DraftHead:
 # -- both sides ----------------------------------------------------------------------------------------------------
 
 
-def both(
-    case: Case, target: Target, prompts: list[list[int]], arguments: argparse.Namespace
-) -> tuple[dict[str, Any], list[Generation]]:
+def both(case: Case, prompts: list[list[int]], arguments: argparse.Namespace) -> tuple[dict[str, Any], list[Generation]]:
     """The engine's result and ours, decoded at the same time on one core each."""
     folder = arguments.out / "cases" / case.name.replace("/", "-")
     folder.mkdir(parents=True, exist_ok=True)
-    exported = export(case.head, target, case.engine, folder / "head", case.length, force=True)
+    exported = export(case.head, case.target, case.engine, folder / "head", case.length, force=True)
     layout = ENGINES[case.engine].layouts[case.head.kind]
     job = {
-        "target": str(Path(local_path(target.name))),
+        # a head that is written back into its target's checkpoint is served as that
+        "target": str(Path(local_path(case.target.name)) if layout.file else exported.resolve()),
         "head": str(exported.resolve()),
         "method": layout.method,
         "flags": layout.flags,
@@ -278,7 +312,7 @@ def both(
             env={**engine_environment(), "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
         )
         try:
-            ours = decode(case, target, prompts, arguments.max_new)
+            ours = decode(case, prompts, arguments.max_new)
             status = engine.wait()
         finally:
             engine.kill()
@@ -292,18 +326,16 @@ def engine_environment() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
 
 
-def decode(case: Case, target: Target, prompts: list[list[int]], max_new: int) -> list[Generation]:
+def decode(case: Case, prompts: list[list[int]], max_new: int) -> list[Generation]:
     results = []
     with Progress("decoding", len(prompts)) as bar:
         for ids in prompts:
-            results.append(generate(target, case.head, ids, chain(case.length), max_new))
+            results.append(generate(case.target, case.head, ids, chain(case.length), max_new))
             bar.advance()
     return results
 
 
-def compare(
-    case: Case, target: Target, prompts: list[list[int]], ours: list[Generation], engine: dict[str, Any]
-) -> dict[str, Any]:
+def compare(case: Case, prompts: list[list[int]], ours: list[Generation], engine: dict[str, Any]) -> dict[str, Any]:
     """One entry of the report's ``heads``. Prompts whose texts part at a near-tie are named and left out of the counts."""
     kept, ties, unequal = [], [], []
     texts_equal = 0
@@ -311,7 +343,7 @@ def compare(
         same_text = own.tokens == theirs["tokens"]
         texts_equal += same_text
         counts = (len(own.accepted), accepted(own, case.length))
-        if not same_text and (tie := divergence(target, prompts[i], own.tokens, theirs["tokens"]))["margin"] < NEAR_TIE:
+        if not same_text and (tie := divergence(case.target, prompts[i], own.tokens, theirs["tokens"]))["margin"] < NEAR_TIE:
             ties.append({"prompt": i, **tie})
             continue
         kept.append(i)

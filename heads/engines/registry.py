@@ -42,7 +42,7 @@ def exports(kind: str) -> list[str]:
 
 
 def served(kind: str) -> list[str]:
-    """The engines in which scripts/serving_parity.py loads heads of this kind."""
+    """The engines in which scripts/serving_parity.py or a test loads heads of this kind."""
     return [name for name, engine in ENGINES.items() if kind in engine.layouts and engine.layouts[kind].served]
 
 

@@ -241,7 +241,7 @@ def plain(limits: Limits, **told: Any) -> Layout:
 
 
 VLLM_LIMITS = Limits("vllm", ("none", "markov", "conv"), reduced=True, mask_embedding=True, embeds=True)
-VLLM = plain(VLLM_LIMITS, tells=tells)
+VLLM = plain(VLLM_LIMITS, served=True, tells=tells)
 SGLANG = plain(
     Limits("sglang", ("none", "markov", "gru", "conv"), causal=False, mask_embedding=True, gated=True, anchored=True)
 )

@@ -29,7 +29,7 @@ class Layout:
     rebuild: Callable[[dict[str, Any], dict[str, Tensor], Target], DraftHead]
     method: str  # what the engine calls it
     flags: dict[str, Any] = field(default_factory=dict)  # what the engine must be told besides, in its own words
-    served: bool = False  # whether scripts/serving_parity.py loads it in the engine itself
+    served: bool = False  # whether scripts/serving_parity.py or a test loads it in the engine itself
     tells: Callable[[dict[str, Any]], bool] = lambda config: False  # whether a published config.json is of this layout
     file: str | None = "model.safetensors"  # None: ``beside`` writes the tensors, among others that are not the head's
     beside: Callable[[DraftHead, Target, Path], None] | None = None  # writes what else the directory holds

@@ -47,5 +47,8 @@ def is_pard(config: dict[str, Any]) -> bool:
     )
 
 
-VLLM = Layout(config, tensors, rebuild, method="draft_model", tells=is_pard, beside=draft_model.beside)
+PARALLEL = {"parallel_drafting": True}
+VLLM = Layout(
+    config, tensors, rebuild, method="draft_model", flags=PARALLEL, served=True, tells=is_pard, beside=draft_model.beside
+)
 TENSORRT_LLM = Layout(config, tensors, rebuild, method="PARD", tells=is_pard, beside=draft_model.beside)
