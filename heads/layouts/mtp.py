@@ -191,7 +191,7 @@ def speculators_rebuild(config: dict[str, Any], tensors: dict[str, Tensor], targ
     return make(target, own, options, layer, depths)
 
 
-VLLM = native("vLLM", FED_BY_VLLM)
+VLLM = native("vLLM", FED_BY_VLLM, served=True)
 SGLANG = native("SGLang", FED_BY_SGLANG)
 TRANSFORMERS = native("transformers", FED_BY_TRANSFORMERS)
 IN_SPECULATORS = Layout(
