@@ -84,6 +84,7 @@ PLANNED = [  # name, fit, quality, engine
     ("draft_model/middling", "draft_model", "middling", "vllm"),
     ("pard/middling", "pard", "middling", "vllm"),
     ("dflash/middling", "dflash", "middling", "vllm"),
+    ("dflash-speculators/middling", "dflash", "middling", "speculators"),
     ("mtp/good", "mtp", "good", "vllm"),
 ]
 

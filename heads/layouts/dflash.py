@@ -263,5 +263,6 @@ TRANSFORMERS = Layout(
     within(Limits("transformers", ("none",), causal=False), assistant_tensors),
     read_assistant,
     method="dflash",
+    served=True,
     tells=lambda config: config.get("model_type") == "muse_glimmer_assistant",
 )

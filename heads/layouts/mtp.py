@@ -193,7 +193,7 @@ def speculators_rebuild(config: dict[str, Any], tensors: dict[str, Tensor], targ
 
 VLLM = native("vLLM", FED_BY_VLLM, served=True)
 SGLANG = native("SGLang", FED_BY_SGLANG)
-TRANSFORMERS = native("transformers", FED_BY_TRANSFORMERS)
+TRANSFORMERS = native("transformers", FED_BY_TRANSFORMERS, served=True)
 IN_SPECULATORS = Layout(
     speculators_config,
     speculators_tensors,
