@@ -339,6 +339,22 @@ def test_vllm_has_a_place_for_every_tensor_and_a_tensor_for_every_place(
 # -- refusals ------------------------------------------------------------------------------------------------------
 
 
+def test_the_docs_name_what_each_engine_loads() -> None:
+    page = Path(__file__).parents[2] / "docs" / "exports.md"
+    if not page.is_file():
+        pytest.skip("the docs are not part of the wheel")
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in page.read_text().splitlines()
+        if line.startswith("| `")
+    ]
+    told = {name.split("`")[1]: (version, served, layout) for name, version, served, layout in rows[: len(ENGINES)]}
+    for name, engine in ENGINES.items():
+        of = {done: sorted(kind for kind, layout in engine.layouts.items() if layout.served == done) for done in (True, False)}
+        assert told.pop(name) == (engine.version, ", ".join(of[True]), ", ".join(of[False])), name
+    assert not told
+
+
 def test_every_kind_exports_somewhere() -> None:
     assert all(exports(kind) for kind in KINDS)
     assert {kind for engine in ENGINES.values() for kind in engine.layouts} <= set(KINDS)
