@@ -254,6 +254,7 @@ SPECULATORS_FORMAT = Layout(
     ),
     read_speculators,
     method="dflash",
+    served=True,
     tells=lambda config: config.get("speculators_model_type") in ("dflash", "dflash2", "dspark"),
     beside=write_mask,
     also=read_mask,
