@@ -62,14 +62,14 @@ class Fit:
 
 
 FITS = {
-    "eagle3": Fit("eagle3", 5, 45, 1e-3, 0.45, 0.7),
-    "eagle3-2layers": Fit("eagle3", 5, 45, 1e-3, 0.45, 0.7, {"layers": 2}),
-    "eagle": Fit("eagle", 5, 30, 1e-3, 0.3, 0.6, {"feature_noise": 0.0}, depths=3, whole=True),
-    "peagle": Fit("peagle", 4, 60, 1e-3, 0.3, 0.6),
-    "medusa": Fit("medusa", 4, 120, 2e-3, 0.75, 1.3),
-    "draft_model": Fit("draft_model", 4, 20, 1e-4, 0.1, 0.3, {"layers": 4}, depths=1, whole=True),
-    "pard": Fit("pard", 4, 60, 5e-4, 0.25, 0.5, {"layers": 4}, whole=True),
-    "dflash": Fit("dflash", 4, 60, 1e-3, 0.3, 0.6, {"layers": 1}),  # vLLM's CPU build gives all layers the first one's k_norm
+    "eagle3": Fit("eagle3", 5, 30, 1e-3, 0.45, 0.7),
+    "eagle3-2layers": Fit("eagle3", 5, 25, 1e-3, 0.45, 0.7, {"layers": 2}),
+    "eagle": Fit("eagle", 5, 15, 1e-3, 0.3, 0.6, {"feature_noise": 0.0}, depths=3, whole=True),
+    "peagle": Fit("peagle", 4, 30, 1e-3, 0.3, 0.6),
+    "medusa": Fit("medusa", 4, 80, 2e-3, 0.75, 1.3),
+    "draft_model": Fit("draft_model", 4, 10, 1e-4, 0.1, 0.3, {"layers": 4}, depths=1, whole=True),
+    "pard": Fit("pard", 4, 25, 5e-4, 0.15, 0.5, {"layers": 4}, whole=True),
+    "dflash": Fit("dflash", 4, 40, 1e-3, 0.3, 0.6, {"layers": 1}),  # vLLM's CPU build gives all layers the first one's k_norm
     "mtp": Fit("mtp", 4, 40, 2e-3, 0.1, 0.3, {"form": "mimo"}, whole=True),
 }
 PLANNED = [  # name, fit, quality, engine
@@ -129,7 +129,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--head", type=Path, action="append", default=[], help="a trained head's directory, as one more case")
     parser.add_argument("--target", default=DEMO_TARGET)
-    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--prompts-file", type=Path, default=ROOT / "recipes/demo/heldout.jsonl")
     parser.add_argument("--max-new", type=int, default=32)
     parser.add_argument("--threads", type=int, default=1, help="threads of the training; one makes the same heads anywhere")
