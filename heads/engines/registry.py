@@ -147,14 +147,16 @@ def check_finite(tensors: dict[str, Tensor]) -> None:
 
 @torch.no_grad()
 def compare(head: DraftHead, again: DraftHead, target: Target) -> None:
-    """Raise RuntimeError unless both heads give the same logits, bit for bit, on random tokens."""
+    """Raise RuntimeError unless both heads give the same logits on random tokens: bit for bit, or where one has fewer depths,
+    which sums in another order, to rounding."""
     depths = min(head.config.depths, again.config.depths)
     generator = torch.Generator().manual_seed(0)
     shape = (1, min(target.max_positions, depths + 12))
     ids = torch.randint(target.vocab_size, shape, generator=generator).to(target.device)
     mask = torch.ones_like(ids, dtype=torch.bool)
     ours, theirs = (logits(one, head, ids, mask, target) for one in (head, again))
-    equal = [torch.equal(a, b) for a, b in zip(ours, theirs, strict=False)]
+    exact = head.config.depths == again.config.depths
+    equal = [torch.equal(a, b) if exact else torch.allclose(a, b, 1e-4, 1e-4) for a, b in zip(ours, theirs, strict=False)]
     if not equal or not all(equal) or not torch.equal(head.target_ids, again.target_ids):
         raise RuntimeError(f"the export does not read back as the {head.kind} head it was made from: please report this")
 

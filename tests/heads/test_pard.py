@@ -267,6 +267,14 @@ def test_without_states_nothing_is_read_of_the_target(tiny_target: Target) -> No
 # -- its directory for engines ---------------------------------------------------------------------------------
 
 
+def test_a_drafter_is_exported_for_fewer_tokens_than_it_was_taught(tiny_target: Target, tmp_path: Path) -> None:
+    """Fewer masks are laid out otherwise, and sums of another shape round otherwise: that alone is no broken export."""
+    for depths in (3, 4, 6):
+        for length in range(1, depths + 1):
+            out = export(pard(tiny_target, depths, ratio=0.7), tiny_target, "vllm", tmp_path / f"{depths}-{length}", length)
+            assert json.loads((out / "config.json").read_text())["draftsmith"]["draft_length"] == length
+
+
 @pytest.mark.parametrize("engine", [name for name, engine in ENGINES.items() if "pard" in engine.layouts])
 @pytest.mark.parametrize("case", ["pard", "pard-lora"])
 def test_the_export_is_an_lm_that_names_its_mask(engine: str, case: str, tiny_target: Target, tmp_path: Path) -> None:
