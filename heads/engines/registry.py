@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ...console import note
 from ...errors import UserError
 from ...outputs import new_directory
 from ...target import Target
@@ -70,7 +71,10 @@ def export(head: DraftHead, target: Target, engine: str, out: str | Path, draft_
             write_tensors(tensors, partial / layout.file)
         if layout.beside:
             layout.beside(head, target, partial)
-        compare(head, read(engine, head.kind, partial, target), target)
+        again = read(engine, head.kind, partial, target)
+        compare(head, again, target)
+    if head.confidence is not None and again.confidence is None:
+        note(f"left out: the confidence estimate, which {engine} does not read of such {head.kind} heads")
     return out
 
 

@@ -455,3 +455,11 @@ def test_the_reader_names_what_is_missing(tmp_path: Path) -> None:
     (out / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"no model\.safetensors"):
         read("vllm", "eagle3", out, target)
+
+
+def test_a_confidence_that_an_engine_does_not_read_is_told_of(tiny_target: Target, tmp_path: Path, capfd: Any) -> None:
+    ids = torch.arange(128)
+    for confidence in (False, True):
+        head = MedusaHead.create(tiny_target, MedusaOptions(), None, 3, ids, confidence).eval()
+        export(head, tiny_target, "vllm", tmp_path / f"{confidence}", 3)
+        assert ("left out: the confidence estimate" in capfd.readouterr().err) == confidence
