@@ -69,8 +69,8 @@ def tensors(head: DraftHead, target: Target, engine: str, fed: Fed) -> dict[str,
     own = "pre_norm" if head.options.pre_norm else "post_norm"
     if family not in families:
         raise UserError(
-            f"{engine} loads no module of form {form} for a {family} target: export the head to speculators, "
-            "or train an eagle3 head."
+            f"{engine} loads no module of form {form} for a {family} target: export a head of form qwen to "
+            "speculators, or train an eagle3 head."
         )
     if own != hidden:
         raise UserError(f"{engine} feeds a {form} module the {hidden} state, and this head reads {own}: train with {hidden}.")
