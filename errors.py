@@ -6,3 +6,8 @@ class UserError(Exception):
 
     The command line prints the sentence alone and exits with status 2.
     """
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line; its kind where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from .errors import UserError
+from .errors import UserError, first_line
 from .fetch import load_tokenizer, located
 
 # text on which tokenizers of one vocabulary part ways when they split differently
@@ -92,9 +92,8 @@ class Target:
             tokenizer = load_tokenizer(path, **where)
             model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map=device, **where)
         except UNREADABLE as error:
-            first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise UserError(
-                f"target {name!r} cannot be loaded ({first_line}): give a model directory, a hub id or a .gguf file."
+                f"target {name!r} cannot be loaded ({first_line(error)}): give a model directory, a hub id or a .gguf file."
             ) from error
         if "gguf_file" in where:
             forget_quantization(model)

@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ..errors import UserError
+from ..errors import UserError, first_line
 from ..target import Features, Target
 from .confidence import Confidence
 
@@ -203,6 +203,10 @@ class Guess:
     logits: Tensor
     states: Tensor
 
+    def repeated(self, row: int, nodes: list[int]) -> "Guess":
+        """What one row says, for every one of ``nodes``: where the tokens before them do not matter."""
+        return Guess(self.logits[row].expand(len(nodes), -1), self.states[row].expand(len(nodes), -1))
+
 
 def supervised(mask: Tensor, depths: int) -> list[Tensor]:
     """For each depth the bool map [batch, time] of supervised rows, as above; ``mask`` marks x_t as the assistant's."""
@@ -213,6 +217,16 @@ def supervised(mask: Tensor, depths: int) -> list[Tensor]:
         run = run & following
         maps.append(run)
     return maps
+
+
+def counted(ids: Tensor, positions: Tensor | None) -> Tensor:
+    """The positions [batch, time], counted from every line's first column where there are none."""
+    return torch.arange(ids.shape[1], device=ids.device).expand_as(ids) if positions is None else positions
+
+
+def marked(rows: Tensor) -> Tensor:
+    """The rows [M] that a map [batch, time] marks, rising: indices into batch x time flattened."""
+    return rows.flatten().nonzero().squeeze(1)
 
 
 def scores(ids: Tensor, mask: Tensor, seed: int) -> Tensor:
@@ -226,6 +240,16 @@ def scores(ids: Tensor, mask: Tensor, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(zlib.crc32(own[where].numpy().tobytes(), seed & 0xFFFFFFFF))
         found[line, where] = torch.rand(int(where.sum()), generator=generator)
     return found.to(mask.device)
+
+
+def falling(ids: Tensor, mask: Tensor, seed: int, shares: list[float]) -> list[Tensor]:
+    """A map of rows per depth: of the supervised rows those that a falling share (COD, 2504.18583) keeps of all at that depth.
+
+    One score a row is held against every depth's share: a depth is taught only where the one before it is.
+    """
+    maps = supervised(mask, len(shares))
+    drawn = scores(ids, maps[0], seed)
+    return [own & (drawn < share) for own, share in zip(maps, shares, strict=True)]
 
 
 class DraftHead(nn.Module, ABC):
@@ -248,9 +272,9 @@ class DraftHead(nn.Module, ABC):
         self.confidence = Confidence(self.width(config), config.depths) if config.confidence else None
 
     @classmethod
-    @abstractmethod
     def default_taps(cls, target: Target) -> list[int]:
         """The taps this kind reads when the recipe names none."""
+        return []
 
     @classmethod
     def create(
@@ -380,7 +404,7 @@ def read_config(directory: str | Path) -> HeadConfig:
     try:
         config = HeadConfig.model_validate(json.loads(path.read_text()))
     except ValueError as error:
-        raise UserError(f"{path} is not a draftsmith head's config: {str(error).splitlines()[0]}.") from error
+        raise UserError(f"{path} is not a draftsmith head's config: {first_line(error)}.") from error
     if config.format > FORMAT:
         raise UserError(f"{path} has format {config.format}, this draftsmith reads up to {FORMAT}: upgrade draftsmith.")
     return config

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..errors import UserError
+from ..errors import UserError, first_line
 from ..fetch import located
 from ..target import Target
 
@@ -36,10 +36,6 @@ def directory_of(target: Target) -> Path:
     if not (directory / WHOLE).is_file() and not (directory / INDEX).is_file():
         raise UserError(f"{directory} has neither {WHOLE} nor {INDEX}: save the target as safetensors.")
     return directory
-
-
-def first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def read_config(directory: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from ..errors import UserError
+from ..errors import UserError, first_line
 
 COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # of the target's own tensors, in some modules
 JOINING = ("input_proj", "token_norm", "hidden_norm")  # the parts in front of the layer, as the head calls them
@@ -118,7 +118,7 @@ def loaded(decoder: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Te
     try:
         filled, report = type(decoder).from_pretrained(None, **how)  # type: ignore[misc] (a pair, with loading info)
     except RuntimeError as error:
-        raise UserError(f"the module does not fit the target's own layers ({str(error).splitlines()[0]}).") from error
+        raise UserError(f"the module does not fit the target's own layers ({first_line(error)}).") from error
     missing = sorted(report["missing_keys"])
     odd = missing or sorted(report["unexpected_keys"]) or sorted(map(str, report["mismatched_keys"]))
     if odd:

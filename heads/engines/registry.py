@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ...console import note
-from ...errors import UserError
+from ...errors import UserError, first_line
 from ...outputs import new_directory
 from ...target import Target
 from ..base import DraftHead, check_target
@@ -113,8 +113,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         is_safe = path.suffix == ".safetensors"
         found = load_file(path) if is_safe else torch.load(path, map_location="cpu", weights_only=True)
     except BROKEN as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{path} cannot be read as tensors ({reason}): fetch it again.") from error
+        raise UserError(f"{path} cannot be read as tensors ({first_line(error)}): fetch it again.") from error
     return {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
 
 
