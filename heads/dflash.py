@@ -18,7 +18,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEm
 from ..console import note
 from ..errors import UserError
 from ..target import Features, Target
-from .base import Depth, DraftHead, Guess, HeadConfig, Shape, Side, move_taps, scores, supervised
+from .base import Depth, DraftHead, Guess, HeadConfig, Shape, Side, counted, marked, move_taps, scores, supervised
 from .block_layers import BlockLayer, Piece, attention_over, cut
 from .in_block import InBlock, Independent, Markov, Recurrent, Selector
 from .layers import llama_layer_config
@@ -198,17 +198,16 @@ class DFlashHead(DraftHead):
         self, ids: Tensor, rows: list[Tensor], features: Features, target: Target, positions: Tensor | None = None
     ) -> list[Depth]:
         """One pass over the blocks of all anchors: each sees the context before its anchor, and itself."""
-        if positions is None:
-            positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        positions = counted(ids, positions)
         anchors = torch.stack(rows).any(0)
         line, last = anchors.nonzero(as_tuple=True)
         behind = last[:, None] + 1 + torch.arange(self.config.depths, device=ids.device)
         tokens = F.pad(ids, (0, self.config.depths))[line[:, None], behind]  # what precedes each place's own token
         hidden = self.blocks(line, last, self.enter(tokens[:, 0], target), self.context(features.taps), positions)
-        flat, path, depths = anchors.flatten().nonzero().squeeze(1), None, []
+        flat, path, depths = marked(anchors), None, []
         for depth in range(self.config.depths):
             states, path = self.in_block.follow(hidden[:, depth], tokens[:, depth], path, target.embed)
-            own = rows[depth].flatten().nonzero().squeeze(1)
+            own = marked(rows[depth])
             readout = partial(self.read, depth=depth, target=target)
             depths.append(Depth(own, states[torch.searchsorted(flat, own)], readout, ahead=1 + depth))
         return depths + [self.base_lesson(depths[depth], target) for depth in self.based()]

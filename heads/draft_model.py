@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..target import Features, Target
 from . import own_lm
-from .base import Depth, DraftHead, Guess, HeadConfig, Shape
+from .base import Depth, DraftHead, Guess, HeadConfig, Shape, marked
 from .layers import causal
 from .own_lm import OwnOptions, OwnState
 
@@ -22,10 +22,6 @@ class DraftModelHead(DraftHead):
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
         self.lm = own_lm.build(config, self.options)
-
-    @classmethod
-    def default_taps(cls, target: Target) -> list[int]:
-        return []
 
     @classmethod
     def layer_config(cls, target: Target, options: OwnOptions) -> dict[str, Any]:
@@ -47,9 +43,9 @@ class DraftModelHead(DraftHead):
         if positions is not None:
             mask = own_lm.mask_of(self.lm, causal(positions)[:, 0], positions, positions)
         states = own_lm.hidden(self.lm, ids, positions, mask).flatten(0, 1)
-        flats = [own.flatten().nonzero().squeeze(1) for own in rows]
         readout = partial(own_lm.logits, self.lm)
-        return [Depth(flat, states[flat + 1 + depth], readout, ahead=1 + depth) for depth, flat in enumerate(flats)]
+        flats = enumerate(map(marked, rows))
+        return [Depth(flat, states[flat + 1 + depth], readout, ahead=1 + depth) for depth, flat in flats]
 
     def merged(self) -> DraftHead:
         return own_lm.merged(self)

@@ -54,10 +54,6 @@ class EagleHead(RecurrentHead):
         self.rotary = LlamaRotaryEmbedding(layer)
 
     @classmethod
-    def default_taps(cls, target: Target) -> list[int]:
-        return []
-
-    @classmethod
     def layer_config(cls, target: Target, options: EagleOptions) -> dict:
         return llama_layer_config(target) | {"num_hidden_layers": options.layers}
 

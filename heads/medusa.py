@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from ..errors import UserError
 from ..target import Features, Target
 from .adapters import Adapter, sizes
-from .base import Depth, DraftHead, Guess, HeadConfig, Shape, Side
+from .base import Depth, DraftHead, Guess, HeadConfig, Shape, Side, marked
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -108,10 +108,6 @@ class MedusaHead(DraftHead):
             )
         return {"adapted": adapted}
 
-    @classmethod
-    def default_taps(cls, target: Target) -> list[int]:
-        return []
-
     @torch.no_grad()
     def initialize(self, target: Target) -> None:
         if self.options.lm_head == "own" and self.options.init_lm_head == "target":
@@ -146,7 +142,7 @@ class MedusaHead(DraftHead):
     ) -> list[Depth]:
         last = self.adapted_last(ids, target, positions) if self.adapts else features.last
         last = last.flatten(0, 1)
-        flat = [own.flatten().nonzero().squeeze(1) for own in rows]
+        flat = [marked(own) for own in rows]
         heads = [
             Depth(own, self.blocks[depth](self.entered(last[own])), self.readout(depth, target), ahead=1 + depth)
             for depth, own in enumerate(flat[: self.config.depths])
@@ -198,5 +194,4 @@ class MedusaHead(DraftHead):
 
     def deepen(self, state: MedusaState, nodes: list[int], tokens: Tensor, shape: Shape, target: Target) -> Guess:
         assert state.last is not None, "begin comes first"
-        guess = self.guess(shape.depths[nodes[0]], state.last, target)
-        return Guess(guess.logits.expand(len(nodes), -1), guess.states.expand(len(nodes), -1))
+        return self.guess(shape.depths[nodes[0]], state.last, target).repeated(0, nodes)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ..errors import UserError
 from ..target import Features, Target
-from .base import Depth, DraftHead, Guess, HeadConfig, Shape
+from .base import Depth, DraftHead, Guess, HeadConfig, Shape, marked
 
 Part = TypeVar("Part", bound=nn.Module)
 
@@ -89,10 +89,6 @@ class MlpSpeculatorHead(DraftHead):
         self.alpha = ((1 - kept**2) * inner / 2) ** 0.5 / kept
 
     @classmethod
-    def default_taps(cls, target: Target) -> list[int]:
-        return []
-
-    @classmethod
     def width(cls, config: HeadConfig) -> int:
         return config.options.get("inner_dim") or config.target.hidden_size
 
@@ -114,7 +110,7 @@ class MlpSpeculatorHead(DraftHead):
     def predict(
         self, ids: Tensor, rows: list[Tensor], features: Features, target: Target, positions: Tensor | None = None
     ) -> list[Depth]:
-        tokens, flat = ids.flatten(), rows[0].flatten().nonzero().squeeze(1)
+        tokens, flat = ids.flatten(), marked(rows[0])
         state = self.start(features.last.flatten(0, 1)[flat])
         depths = []
         for depth, own in enumerate(rows):

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel, DynamicCache
 
-from ..errors import UserError
+from ..errors import UserError, first_line
 from ..target import Features, Target, attention_kinds
 from . import checkpoint, own_lm
-from .base import Depth, DraftHead, Guess, HeadConfig, Shape
+from .base import Depth, DraftHead, Guess, HeadConfig, Shape, marked
 from .layers import causal
 from .mtp_forms import FORMS, Form, find, to_ours
 
@@ -69,10 +69,6 @@ class MtpHead(DraftHead):
     @property
     def form(self) -> Form:
         return FORMS[self.options.form]
-
-    @classmethod
-    def default_taps(cls, target: Target) -> list[int]:
-        return []
 
     @classmethod
     def create(
@@ -180,7 +176,7 @@ class MtpHead(DraftHead):
             mask = own_lm.mask_of(self.decoder, torch.cat([behind, *[itself] * step], dim=-1), here, keys)
             entered = self.enter(self.embed(after, here, target), hidden)
             hidden = own_lm.hidden(self.decoder, entered, here, mask, cache)
-            flat = own.flatten().nonzero().squeeze(1)
+            flat = marked(own)
             depths.append(Depth(flat, hidden.flatten(0, 1)[flat], target.logits, ahead=1 + step))
         return depths
 
@@ -222,7 +218,7 @@ def build(layer: dict[str, Any]) -> Any:
         decoder = AutoModel.from_config(config, dtype=torch.float32)
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(
-            f"transformers builds no layer of a {layer.get('model_type')} model by itself ({own_lm.reason(error)}): "
+            f"transformers builds no layer of a {layer.get('model_type')} model by itself ({first_line(error)}): "
             "train an eagle3 head for this target."
         ) from error
     odd = attention_kinds(config) - {"full_attention", "sliding_attention"}

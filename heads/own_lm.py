@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from ..console import note
-from ..errors import UserError
+from ..errors import UserError, first_line
 from ..fetch import load_tokenizer, located
 from ..target import PROBE, UNREADABLE, Target, attention_kinds, attention_mask, read_out
 from .base import HeadConfig, Shape
-from .recurrent import ancestry
+from .recurrent import seen_by
 
 PRUNED = 8  # how many times fewer layers a self-draft has than its target, where the recipe does not say
 # what a config says of its file, of how it is called and of other tasks
@@ -77,7 +77,7 @@ def sibling(target: Target, model: str) -> Any:
         theirs = load_tokenizer(path, **where)
     except UNREADABLE as error:
         raise UserError(
-            f"head.options.model: {model!r} cannot be read ({reason(error)}): give a causal LM's directory."
+            f"head.options.model: {model!r} cannot be read ({first_line(error)}): give a causal LM's directory."
         ) from error
     if getattr(config, "quantization_config", None):
         raise UserError(f"head.options.model: {model!r} is quantized and cannot be trained: give its unquantized weights.")
@@ -131,10 +131,6 @@ def refusal(target: Target, model: str, difference: str) -> str:
     )
 
 
-def reason(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
 # -- building and filling --------------------------------------------------------------------------------------
 
 
@@ -146,7 +142,7 @@ def build(config: HeadConfig, options: OwnOptions) -> Any:
         lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config.layer), dtype=torch.float32)
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(
-            f"the {config.kind} head's config tells of no causal LM that transformers knows: {reason(error)}."
+            f"the {config.kind} head's config tells of no causal LM that transformers knows: {first_line(error)}."
         ) from error
     return lm if options.lora is None else adapted(lm, options.lora, config.layer.get("pard_token"))
 
@@ -238,7 +234,7 @@ def load(model: str) -> PreTrainedModel:
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **where)
     except UNREADABLE as error:
         raise UserError(
-            f"head.options.model: {model!r} cannot be loaded ({reason(error)}): give a causal LM's directory."
+            f"head.options.model: {model!r} cannot be loaded ({first_line(error)}): give a causal LM's directory."
         ) from error
 
 
@@ -309,10 +305,8 @@ class OwnState:
 
 def read_nodes(lm: Any, state: OwnState, nodes: list[int], tokens: Tensor, shape: Shape) -> Tensor:
     """Read the drafted ``tokens`` [n] of ``nodes``, each behind the committed tokens and its own ancestors: [n, width]."""
-    families = [ancestry(node, shape) for node in nodes]
     state.slots += nodes
-    drafted = torch.tensor([[slot in family for slot in state.slots] for family in families], device=tokens.device)
-    seen = torch.nn.functional.pad(drafted, (state.committed, 0), value=True)
+    seen = seen_by(nodes, state.slots, shape, state.committed, tokens.device)
     depths = torch.tensor(shape.depths, device=tokens.device)
     keys = torch.cat([torch.arange(state.committed, device=tokens.device), state.committed - 1 + depths[state.slots]])[None]
     positions = keys[:, -len(nodes) :]

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from ..errors import UserError
 from ..target import Features, Target
 from . import own_lm
-from .base import Depth, DraftHead, Guess, HeadConfig, Shape, scores, supervised
+from .base import Depth, DraftHead, Guess, HeadConfig, Shape, counted, falling, marked
 from .layers import causal
 from .mask_token import mask_token
 from .own_lm import OwnOptions, OwnState
@@ -37,12 +37,10 @@ class PardOptions(OwnOptions):
 
 @dataclass
 class PardState:
-    """The LM's keys and values of the committed tokens, and what it said of every depth: ``logits`` [depths, vocab] read from
-    ``states`` [depths, width]."""
+    """The LM's keys and values of the committed tokens, and what it said of every depth, a row each."""
 
     own: OwnState = field(default_factory=OwnState)
-    logits: Tensor | None = None
-    states: Tensor | None = None
+    said: Guess | None = None
 
 
 @dataclass
@@ -98,10 +96,6 @@ class PardHead(DraftHead):
             self.target_proj = nn.Linear(inputs, own_lm.width(config), bias=False)
 
     @classmethod
-    def default_taps(cls, target: Target) -> list[int]:
-        return []
-
-    @classmethod
     def layer_config(cls, target: Target, options: PardOptions) -> dict[str, Any]:
         """The LM's config with PARD's own two keys; an LM that has them keeps its mask token."""
         config = own_lm.plan(target, options)
@@ -117,23 +111,20 @@ class PardHead(DraftHead):
             self.lm = own_lm.filled(self.config, self.options, target)
 
     def taught(self, ids: Tensor, mask: Tensor, seed: int) -> list[Tensor]:
-        """One score a row is compared with what falls from depth to depth: depth d is taught only where depth d - 1 is."""
-        maps = supervised(mask, self.config.depths)
-        drawn = scores(ids, maps[0], seed)
-        return [own & (drawn < max(self.options.ratio**d, self.options.ratio_min)) for d, own in enumerate(maps)]
+        shares = [max(self.options.ratio**d, self.options.ratio_min) for d in range(self.config.depths)]
+        return falling(ids, mask, seed, shares)
 
     def predict(
         self, ids: Tensor, rows: list[Tensor], features: Features, target: Target, positions: Tensor | None = None
     ) -> list[Depth]:
-        (batch, time), flats = ids.shape, [own.flatten().nonzero().squeeze(1) for own in rows]
-        if positions is None:
-            positions = torch.arange(time, device=ids.device).expand_as(ids)
+        (batch, time), flats = ids.shape, [marked(own) for own in rows]
+        positions = counted(ids, positions)
         masks = Masks.of(flats, batch, time)
         where = torch.cat([positions, positions.gather(1, masks.behind) + masks.depth], 1)
         read: Tensor = torch.cat([ids, torch.full_like(masks.behind, self.mask_token)], 1)
         if self.options.features:
             before = F.pad(features.taps, (0, 0, 1, 0)) * (F.pad(positions, (0, 1)) > 0)[..., None]  # of the token before
-            index = torch.cat([torch.arange(time, device=ids.device).expand_as(ids), masks.behind], 1)
+            index = torch.cat([counted(ids, None), masks.behind], 1)
             read = self.informed(read, before.gather(1, index[..., None].expand(-1, -1, before.shape[2])))
         mask = own_lm.mask_of(self.lm, masks.seen(causal(positions)[:, 0]), where, where)
         states = own_lm.hidden(self.lm, read, where, mask)
@@ -169,13 +160,12 @@ class PardHead(DraftHead):
         if self.options.features:
             taps = F.pad(features.taps, (0, 0, len(new) - len(features.taps), 0))  # before a text's first token there is none
             read = self.informed(read, torch.cat([taps, taps[-1:].expand(behind, -1)])[None])
-        state.states = own_lm.hidden(self.lm, read, positions, cache=own.cache)[0, -1 - behind :]
-        state.logits = own_lm.logits(self.lm, state.states)
+        states = own_lm.hidden(self.lm, read, positions, cache=own.cache)[0, -1 - behind :]
+        state.said = Guess(own_lm.logits(self.lm, states), states)
         own.cache.crop(-behind)
         own.committed += len(new)
-        return Guess(state.logits[:1], state.states[:1])
+        return state.said.repeated(0, [0])
 
     def deepen(self, state: PardState, nodes: list[int], tokens: Tensor, shape: Shape, target: Target) -> Guess:
-        assert state.logits is not None and state.states is not None, "begin comes first"
-        depth = shape.depths[nodes[0]]
-        return Guess(state.logits[depth].expand(len(nodes), -1), state.states[depth].expand(len(nodes), -1))
+        assert state.said is not None, "begin comes first"
+        return state.said.repeated(shape.depths[nodes[0]], nodes)

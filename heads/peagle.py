@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..target import Features, Target
-from .base import Depth, Guess, HeadConfig, Shape, scores, supervised
+from .base import Depth, Guess, HeadConfig, Shape, counted, falling, marked
 from .eagle3 import Backbone, BackboneOptions
 from .layers import causal
 from .mask_token import mask_token
@@ -38,11 +38,10 @@ class PEagleOptions(BackboneOptions):
 
 @dataclass
 class PEagleState:
-    """``logits`` [depths, draft vocab] and ``states`` [depths, hidden]: what was said of every depth behind the last row."""
+    """``said``: of every depth behind the last row, a row each."""
 
     cache: Cache = field(default_factory=Cache)
-    logits: Tensor | None = None
-    states: Tensor | None = None
+    said: Guess | None = None
 
 
 class PEagleHead(Backbone):
@@ -89,17 +88,14 @@ class PEagleHead(Backbone):
         return embedding.expand(*shape, -1), self.fuse(self.mask_hidden).expand(*shape, -1)
 
     def taught(self, ids: Tensor, mask: Tensor, seed: int) -> list[Tensor]:
-        """One score a row is compared with what falls from depth to depth: depth d is taught only where depth d - 1 is."""
-        maps = supervised(mask, self.config.depths)
-        drawn = scores(ids, maps[0], seed)
-        return [own & (drawn < max(self.options.ratio**d, self.options.ratio_min)) for d, own in enumerate(maps)]
+        shares = [max(self.options.ratio**d, self.options.ratio_min) for d in range(self.config.depths)]
+        return falling(ids, mask, seed, shares)
 
     def predict(
         self, ids: Tensor, rows: list[Tensor], features: Features, target: Target, positions: Tensor | None = None
     ) -> list[Depth]:
         """Every row takes part at depth 0, which the deeper ones see; those hold the taught rows alone."""
-        if positions is None:
-            positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        positions = counted(ids, positions)
         chains = Chains(1 + len(self.further), causal(positions))
         after = F.pad(ids[:, 1:], (0, 1))  # x_{t+1} at index t
         read = self.read(self.embedded(after, target), self.fuse(features.taps), positions, chains)
@@ -110,7 +106,7 @@ class PEagleHead(Backbone):
                 read = self.read(*self.masks(*where.shape), positions.gather(1, where) + depth, chains)[own_rows]
             else:
                 read = read[own]
-            depths.append(Depth(own.flatten().nonzero().squeeze(1), read, self.lm_head, ahead=1 + depth))
+            depths.append(Depth(marked(own), read, self.lm_head, ahead=1 + depth))
         return depths
 
     def read(self, embeds: Tensor, hidden: Tensor, positions: Tensor, attention: Attention) -> Tensor:
@@ -136,16 +132,14 @@ class PEagleHead(Backbone):
         seen, positions = cache.behind(rows + depths - 1, ids.device)
         attention = cache.attention(1 + len(self.further), seen, asked=depths)
         states = self.read(embeds, hidden, positions, attention)[0]
-        logits: Tensor = self.lm_head(states)
         cache.committed += rows
         cache.forget_drafts()
-        state.logits, state.states = logits, states
-        return Guess(logits[:1], states[:1])
+        state.said = Guess(self.lm_head(states), states)
+        return state.said.repeated(0, [0])
 
     def deepen(self, state: PEagleState, nodes: list[int], tokens: Tensor, shape: Shape, target: Target) -> Guess:
-        assert state.logits is not None and state.states is not None, "begin comes first"
-        depth, count = shape.depths[nodes[0]], len(nodes)
-        return Guess(state.logits[depth].expand(count, -1), state.states[depth].expand(count, -1))
+        assert state.said is not None, "begin comes first"
+        return state.said.repeated(shape.depths[nodes[0]], nodes)
 
 
 class Chains(Unrolled):

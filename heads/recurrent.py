@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..target import Features, Target
-from .base import Depth, DraftHead, Guess, Shape
+from .base import Depth, DraftHead, Guess, Shape, counted, marked
 from .layers import LlamaRotaryEmbedding, causal, unrolled_attention
 
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # which layer, its q, k and v -> mixed [batch, heads, rows, dim]
@@ -142,8 +142,7 @@ class RecurrentHead(DraftHead):
         self, ids: Tensor, rows: list[Tensor], features: Features, target: Target, positions: Tensor | None = None
     ) -> list[Depth]:
         """Training-time test: step i reads the head's own output of step i-1 and the embedding of x_{t+1+i}."""
-        if positions is None:
-            positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        positions = counted(ids, positions)
         attention, readout = Unrolled(len(self.stack), causal(positions)), self.readout(target)
         hidden, after, last = self.feature(features), ids, features.last.flatten(0, 1)
         depths = []
@@ -153,7 +152,7 @@ class RecurrentHead(DraftHead):
             out = through(self.stack, entered, residual, self.rotary(entered, positions + step), attention)
             hidden, read = self.leave(out)
             hidden = self.fed_back(hidden)
-            flat = own.flatten().nonzero().squeeze(1)
+            flat = marked(own)
             states = read.flatten(0, 1)[flat]
             extra = self.extra(states, last[flat + 1 + step].detach())
             depths.append(Depth(flat, states, readout, ahead=1 + step, extra=extra))
@@ -174,12 +173,10 @@ class RecurrentHead(DraftHead):
         return Guess(self.readout(target)(read), read)
 
     def deepen(self, state: RecurrentState, nodes: list[int], tokens: Tensor, shape: Shape, target: Target) -> Guess:
-        families, committed = [ancestry(node, shape) for node in nodes], state.cache.committed
+        committed = state.cache.committed
         state.slots += nodes
-        drafted = [[slot in family for slot in state.slots] for family in families]
-        seen = torch.ones(len(nodes), committed + len(state.slots), dtype=torch.bool, device=tokens.device)
-        seen[:, committed:] = torch.tensor(drafted, device=tokens.device)
-        positions = torch.tensor([[committed - 1 + len(family) for family in families]], device=tokens.device)
+        seen = seen_by(nodes, state.slots, shape, committed, tokens.device)
+        positions = torch.tensor([[committed - 1 + shape.depths[node] for node in nodes]], device=tokens.device)
         parents = torch.cat([state.hidden[shape.parents[node - 1]] for node in nodes])
         hidden, read = self._step(state.cache, parents, tokens, positions, seen, len(nodes), target)
         state.hidden |= {node: hidden[i : i + 1] for i, node in enumerate(nodes)}
@@ -193,6 +190,14 @@ class RecurrentHead(DraftHead):
         attention = cache.attention(len(self.stack), seen, asked)
         out = through(self.stack, entered, residual, self.rotary(entered, positions), attention)
         return self.leave(out[0])
+
+
+def seen_by(nodes: list[int], slots: list[int], shape: Shape, committed: int, device: torch.device) -> Tensor:
+    """Who sees whom, bool [nodes, committed + slots]: every node the committed rows, its ancestors and itself; ``slots`` are
+    the nodes of the drafted rows behind the committed ones."""
+    families = [ancestry(node, shape) for node in nodes]
+    drafted = torch.tensor([[slot in family for slot in slots] for family in families], device=device)
+    return F.pad(drafted, (committed, 0), value=True)
 
 
 def ancestry(node: int, shape: Shape) -> set[int]:

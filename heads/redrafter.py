@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ..errors import UserError
 from ..target import Features, Target
-from .base import Depth, DraftHead, Guess, HeadConfig, Shape
+from .base import Depth, DraftHead, Guess, HeadConfig, Shape, marked
 from .medusa import ResidualBlock
 
 
@@ -55,10 +55,6 @@ class RedrafterHead(DraftHead):
             self.rnn_w = nn.Linear(hidden, hidden, bias=False)
 
     @classmethod
-    def default_taps(cls, target: Target) -> list[int]:
-        return []
-
-    @classmethod
     def width(cls, config: HeadConfig) -> int:
         return config.options.get("exit_dim") or 2 * config.target.hidden_size
 
@@ -94,7 +90,7 @@ class RedrafterHead(DraftHead):
     def predict(
         self, ids: Tensor, rows: list[Tensor], features: Features, target: Target, positions: Tensor | None = None
     ) -> list[Depth]:
-        flat = torch.stack(rows).any(0).flatten().nonzero().squeeze(1)  # every row that some depth teaches
+        flat = marked(torch.stack(rows).any(0))  # every row that some depth teaches
         context, after, depths = features.last.flatten(0, 1)[flat], ids, []
         state = torch.zeros(len(flat), target.hidden_size, dtype=next(self.parameters()).dtype, device=ids.device)
         for step, own in enumerate(rows):

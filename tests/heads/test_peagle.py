@@ -188,7 +188,7 @@ def same(one: PEagleHead, other: Any, target: Target) -> None:
     states: Any = [head.new_state() for head in (one, other)]
     begun = [head.begin(state, row, known, target) for head, state in zip((one, other), states, strict=True)]
     assert torch.equal(begun[0].logits, begun[1].logits)
-    assert torch.equal(states[0].logits, states[1].logits)
+    assert torch.equal(states[0].said.logits, states[1].said.logits)
 
 
 @pytest.mark.parametrize("embedding", ["target", "own"])
