@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from ..errors import UserError
 from ..target import Features, Target
-from .base import Depth, DraftHead, Guess, HeadConfig, Shape
+from .base import Depth, DraftHead, Guess, HeadConfig, Shape, counted, marked
 from .layers import causal, llama_layer_config
 from .medusa import ResidualBlock
 from .warm import norm_scale
@@ -116,10 +116,6 @@ class HydraHead(DraftHead):
             )
 
     @classmethod
-    def default_taps(cls, target: Target) -> list[int]:
-        return []
-
-    @classmethod
     def layer_config(cls, target: Target, options: HydraOptions) -> dict[str, Any]:
         return llama_layer_config(target) if options.prefix else {}
 
@@ -147,8 +143,7 @@ class HydraHead(DraftHead):
     def predict(
         self, ids: Tensor, rows: list[Tensor], features: Features, target: Target, positions: Tensor | None = None
     ) -> list[Depth]:
-        if positions is None:
-            positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        positions = counted(ids, positions)
         dtype = next(self.parameters()).dtype
         last, embeds = features.last.to(dtype), target.embed(ids).to(dtype)
         if self.training and self.options.noise:
@@ -159,7 +154,7 @@ class HydraHead(DraftHead):
         state, embeds, coming = state.flatten(0, 1), embeds.flatten(0, 1), features.last.flatten(0, 1).detach()
         depths = []
         for depth, own in enumerate(rows):
-            flat = own.flatten().nonzero().squeeze(1)
+            flat = marked(own)
             read = torch.cat([state[flat], *(embeds[flat + 1 + k] for k in range(depth + 1))], dim=-1)
             hidden = self.hidden(depth, read)
             extra = None
@@ -218,4 +213,4 @@ def taught_lengths(taught: Tensor, positions: Tensor) -> Tensor:
 
 def neftune(x: Tensor, alpha: float, lengths: Tensor) -> Tensor:
     """x [batch, time, width] with uniform noise in ±alpha / sqrt(length * width) (Jain et al., 2310.05914)."""
-    return x + (2 * torch.rand_like(x) - 1) * alpha / (lengths[..., None] * x.shape[-1]).sqrt()
+    return x + (2 * torch.rand_like(x) - 1) * (alpha / (lengths[..., None] * x.shape[-1]).sqrt()).to(x.dtype)

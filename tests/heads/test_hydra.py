@@ -216,6 +216,14 @@ def test_noise_is_neftunes_and_for_training_alone(prefix: bool) -> None:
         assert most * 0.95 < away[..., :16].max() <= most * 1.001
 
 
+@pytest.mark.parametrize("prefix", [False, True])
+def test_noise_leaves_a_head_in_bfloat16_in_it(prefix: bool) -> None:
+    target = llama()
+    head = hydra(target, noise=8.0, prefix=prefix).to(torch.bfloat16).train()
+    first = head.predict(IDS, head.taught(IDS, ALL, 0), target.features(IDS, []), target)[0]
+    assert first.states.dtype == torch.bfloat16 and first.logits.isfinite().all()
+
+
 def test_the_length_that_noise_goes_by_is_each_sequences_own() -> None:
     mask = torch.zeros(2, 16, dtype=torch.bool)
     mask[0, 3:7] = mask[0, 10:15] = mask[1, 4:9] = True
