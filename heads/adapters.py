@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..errors import UserError
+from ..errors import UserError, first_line
 from ..target import Target
 
 if TYPE_CHECKING:  # peft takes seconds to import, and most heads have no adapter
@@ -45,6 +45,10 @@ class Adapter(nn.Module):
             module.lora_B = nn.Linear(rank, outputs, bias=False)
             nn.init.zeros_(module.lora_B.weight)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is attached anew: it holds no copy of a target."""
+        return self.__dict__ | {"attached": (None, [])}
+
     @contextmanager
     def on(self, target: Target) -> Iterator[None]:
         """Inside, the target's modules are the adapted ones; outside they are the very same objects as ever."""
@@ -64,9 +68,13 @@ class Adapter(nn.Module):
         """peft's layers for this target, each with the module that it goes into and its name there; they read the matrices
         that are registered here."""
         if self.attached[0] is not target.model:
+            layers, grafts = lora_layers(target, self.config(list(self.sizes))), []
+            if linear_sizes(layers) != self.sizes:
+                raise UserError(
+                    f"{target.name} has not the linear modules that the adapters change: name the head's own target."
+                )
             self.check_device(target)
-            grafts = []
-            for name, layer in lora_layers(target, self.config(list(self.sizes))).items():
+            for name, layer in layers.items():
                 own: Any = self.get_submodule(name)
                 layer.lora_A[NAME], layer.lora_B[NAME] = own.lora_A, own.lora_B
                 parent, _, last = name.rpartition(".")
@@ -119,6 +127,11 @@ def sizes(target: Target, rank: int, modules: Sequence[str] | str) -> dict[str, 
                 f"{target.name} ties {name} to its embedding, which an adapter would pull apart: "
                 "leave it out of head.options.lora.modules."
             )
+    return linear_sizes(layers)
+
+
+def linear_sizes(layers: dict[str, Any]) -> dict[str, list[int]]:
+    """[inputs, outputs] of peft's layers, by name."""
     return {name: [layer.in_features, layer.out_features] for name, layer in layers.items()}
 
 
@@ -138,7 +151,7 @@ def lora_layers(target: Target, config: "LoraConfig") -> dict[str, Any]:
         inject_adapter_in_model(config, model, NAME, low_cpu_mem_usage=True)
     except ValueError as error:
         raise UserError(
-            f"adapters do not fit {target.name} ({str(error).splitlines()[0]}): "
+            f"adapters do not fit {target.name} ({first_line(error)}): "
             "name its linear modules in head.options.lora.modules, or write all-linear."
         ) from error
     finally:

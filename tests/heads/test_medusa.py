@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     LlamaForCausalLM,
+    PhiConfig,
     Qwen3MoeConfig,
 )
 
@@ -259,6 +261,16 @@ def test_a_head_from_its_directory_adapts_any_target_of_its_kind(tiny_target: Ta
             assert not torch.equal(last(target), adapted)
 
 
+def test_a_copy_of_a_head_holds_no_copy_of_its_target(tiny_target: Target) -> None:
+    head = medusa(tiny_target, lora=LORA)
+    unused = len(pickle.dumps(head))
+    with head.adapted(tiny_target):
+        adapted = last(tiny_target)
+    assert len(pickle.dumps(head)) == unused
+    with copy.deepcopy(head).adapted(tiny_target):
+        assert torch.equal(last(tiny_target), adapted)
+
+
 @pytest.mark.parametrize("shape", [chain(DEPTHS), full([3, 2, 1])], ids=lambda shape: shape.name)
 @pytest.mark.parametrize("lora", [LORA, {**LORA, "modules": ["down_proj", "lm_head"]}], ids=["linear", "lm_head"])
 def test_the_text_is_the_adapted_targets(lively_target: Target, lora: dict, shape: Any) -> None:
@@ -330,6 +342,24 @@ def test_gpt2s_turned_around_layers_are_adapted(tmp_path: Path) -> None:
     out = export(head, target, "vllm-merged", tmp_path / "out", DEPTHS)
     with head.adapted(target):
         torch.testing.assert_close(last(from_disk(out / "target")), last(target), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (lambda: causal_lm(GPT2Config(vocab_size=128, n_embd=32, n_layer=4, n_head=4)), "do not fit another"),
+        (lambda: causal_lm(PhiConfig(**SIZES)), "another has not the linear modules"),
+        (lambda: llama(intermediate_size=96), "tiny has not the linear modules"),
+    ],
+    ids=["no module", "fewer modules", "wider modules"],
+)
+def test_a_target_of_another_build_is_refused_and_left_alone(other: Callable[[], Target], said: str) -> None:
+    """One whose hidden size, vocabulary and depth agree, as --force lets through."""
+    head, found = medusa(llama(), lora={**LORA, "modules": ["q_proj", "gate_proj"]}), other()
+    before = anatomy(found)
+    with pytest.raises(UserError, match=said), head.adapted(found):
+        pass
+    assert anatomy(found) == before
 
 
 def test_a_target_with_adapters_of_its_own_is_refused() -> None:
