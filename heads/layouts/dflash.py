@@ -13,7 +13,17 @@ from ...errors import UserError
 from ...target import Target
 from ..base import DraftHead
 from .dflash_reading import MASK_FILE, PREFIX, read_assistant, read_mask, read_plain, read_speculators, tells
-from .layout import Layout, dtype_names, embedding_tensors, own_tensors, provenance, speculators_block, vocabulary_tensors
+from .layout import (
+    Layout,
+    dtype_names,
+    embedding_tensors,
+    flat_rope,
+    own_tensors,
+    provenance,
+    scales_embedding,
+    speculators_block,
+    vocabulary_tensors,
+)
 
 ARCHITECTURE = {
     "none": "DFlashDraftModel",
@@ -57,7 +67,7 @@ class Limits:
             "gated: true": self.gated or not options.gated,
             "anchor_predicts: false": not self.anchored or options.in_block != "markov" or options.anchor_predicts,
             "a RoPE that is scaled": self.scaled_rope or head.config.layer["rope_parameters"]["rope_type"] == "default",
-            "a target that scales its embeddings": self.embeds or not embedding_tensors(target),
+            "a target that scales its embeddings": self.embeds or not scales_embedding(target),
             "a target that scales or caps its logits": options.in_block == "none" or plain_logits(target),
             f"taps {head.config.taps}": head.config.taps[0] > 0 and head.config.taps[-1] < target.depth,
         }
@@ -77,17 +87,14 @@ def plain_logits(target: Target) -> bool:
 
 def layers(head: DraftHead, target: Target, window: int | None) -> dict[str, Any]:
     """The layers as a Qwen3 config, every field written: RoPE in the flat keys of engines and in transformers' nested one."""
-    rope, count = head.config.layer["rope_parameters"], head.options.layers
-    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     return {
         "model_type": "qwen3",
         **head.config.layer,
-        "rope_theta": float(rope["rope_theta"]),
-        "rope_scaling": None if rope["rope_type"] == "default" else scaling,
-        "layer_types": ["sliding_attention" if window else "full_attention"] * count,
+        **flat_rope(head.config.layer["rope_parameters"]),
+        "layer_types": ["sliding_attention" if window else "full_attention"] * head.options.layers,
         "sliding_window": window,
         "use_sliding_window": window is not None,
-        "max_window_layers": count,
+        "max_window_layers": head.options.layers,
         "attention_bias": False,
         "attention_dropout": 0.0,
         "is_causal": head.options.causal,
@@ -189,14 +196,14 @@ def speculators_config(head: DraftHead, target: Target, draft_length: int) -> di
 def tensors(head: DraftHead, target: Target) -> dict[str, Tensor]:
     """The head's own names, its dependency's under ``markov_head.``, ``candidate_selector.`` or none; a confidence beside a
     Markov head alone, for no engine reads another. The mask's embedding lies in a file of its own."""
-    renamed, markov = {}, head.options.in_block == "markov"
+    renamed = {}
     for name, tensor in own_tensors(head).items():
         if name.startswith("in_block."):
             renamed[name.replace("in_block.", PREFIX[head.options.in_block], 1)] = tensor
-        elif name.startswith("confidence.proj.") and markov:
-            renamed[name.replace("confidence.", "confidence_head.", 1)] = tensor
-        elif not name.startswith(("confidence.", "mask_embedding")):
+        elif name != "mask_embedding":
             renamed[name] = tensor
+    if head.confidence is not None and head.options.in_block == "markov":
+        renamed |= {f"confidence_head.proj.{name}": t.detach().cpu() for name, t in head.confidence.proj.state_dict().items()}
     return renamed | vocabulary_tensors(head) | embedding_tensors(target)
 
 

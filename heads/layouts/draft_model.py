@@ -18,9 +18,7 @@ from ...target import Target
 from .. import own_lm
 from ..base import DraftHead, HeadConfig, TargetIdentity
 from ..draft_model import DraftModelHead
-from .layout import Layout, dtype_names, provenance
-
-FLAT_ROPE = ("rope_theta", "rope_scaling", "partial_rotary_factor")  # says again what rope_parameters says
+from .layout import FLAT_ROPE, Layout, dtype_names, flat_rope, provenance
 
 
 def config(head: DraftHead, target: Target, draft_length: int) -> dict[str, Any]:
@@ -33,19 +31,6 @@ def config(head: DraftHead, target: Target, draft_length: int) -> dict[str, Any]
         **{name: getattr(target.config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
         **dtype_names(target),
         "draftsmith": provenance(head, draft_length),
-    }
-
-
-def flat_rope(rope: dict[str, Any]) -> dict[str, Any]:
-    """Nothing where each kind of layer has a RoPE of its own: the flat keys cannot say that."""
-    if "rope_theta" not in rope:
-        return {}
-    scaling = {key: value for key, value in rope.items() if key not in FLAT_ROPE}
-    partly = {key: rope[key] for key in ("partial_rotary_factor",) if key in rope}
-    return {
-        "rope_theta": float(rope["rope_theta"]),
-        "rope_scaling": None if rope["rope_type"] == "default" else scaling,
-        **partly,
     }
 
 

@@ -1,6 +1,7 @@
 """How EAGLE-1 heads are stored: as in the paper's repository, which vLLM (0.32: llama_eagle.py) and SGLang (0.5.23:
 llama_eagle.py) read under two architectures' names, vLLM without fc's bias and SGLang never without it."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,14 +24,6 @@ def config(head: DraftHead, target: Target, draft_length: int, architecture: str
     llama = llama_config(head, target)
     del llama["num_aux_hidden_states"]  # the last hidden state is no auxiliary one
     return {"architectures": [architecture], **llama, "logit_scale": 1.0, "draftsmith": provenance(head, draft_length)}
-
-
-def vllm_config(head: DraftHead, target: Target, draft_length: int) -> dict[str, Any]:
-    return config(head, target, draft_length, VLLM_NAMES[0])
-
-
-def sglang_config(head: DraftHead, target: Target, draft_length: int) -> dict[str, Any]:
-    return config(head, target, draft_length, SGLANG_NAME)
 
 
 def vllm_tensors(head: DraftHead, target: Target) -> dict[str, Tensor]:
@@ -88,5 +81,5 @@ def tells_sglang(config: dict[str, Any]) -> bool:
     return config.get("architectures") == [SGLANG_NAME]
 
 
-VLLM = Layout(vllm_config, vllm_tensors, rebuild, method="eagle", served=True, tells=tells_vllm)
-SGLANG = Layout(sglang_config, sglang_tensors, rebuild, method="EAGLE", tells=tells_sglang)
+VLLM = Layout(partial(config, architecture=VLLM_NAMES[0]), vllm_tensors, rebuild, method="eagle", served=True, tells=tells_vllm)
+SGLANG = Layout(partial(config, architecture=SGLANG_NAME), sglang_tensors, rebuild, method="EAGLE", tells=tells_sglang)

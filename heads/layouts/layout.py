@@ -14,6 +14,7 @@ from ..base import DraftHead, HeadConfig, TargetIdentity
 
 FORMAT = 1  # of the "draftsmith" block below
 SPECULATORS_VERSION = "0.9.0"
+FLAT_ROPE = ("rope_theta", "rope_scaling", "partial_rotary_factor")  # says again what rope_parameters says
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,9 @@ def dtype_names(target: Target) -> dict[str, str]:
 
 
 def own_tensors(head: DraftHead) -> dict[str, Tensor]:
-    """The head's trained tensors by their own names, on the CPU; the vocabulary is not among them."""
-    state = head.state_dict()
-    return {name: t.detach().cpu().contiguous() for name, t in state.items() if name != "target_ids"}
+    """The head's trained tensors by their own names, on the CPU; vocabulary and confidence are not among them."""
+    left_out = ("target_ids", "confidence.")
+    return {name: t.detach().cpu().contiguous() for name, t in head.state_dict().items() if not name.startswith(left_out)}
 
 
 def vocabulary_tensors(head: DraftHead) -> dict[str, Tensor]:
@@ -120,13 +121,10 @@ def make_head(
 
 def llama_config(head: DraftHead, target: Target) -> dict[str, Any]:
     """The head's layer; RoPE in the flat keys that engines read and the nested one that transformers 5 writes."""
-    rope = head.config.layer["rope_parameters"]
-    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     return {
         "model_type": "llama",
         **head.config.layer,
-        "rope_theta": float(rope["rope_theta"]),
-        "rope_scaling": None if rope["rope_type"] == "default" else scaling,
+        **flat_rope(head.config.layer["rope_parameters"]),
         "num_aux_hidden_states": len(head.config.taps),
         "attention_bias": False,
         "mlp_bias": False,
@@ -137,12 +135,33 @@ def llama_config(head: DraftHead, target: Target) -> dict[str, Any]:
     }
 
 
+def flat_rope(rope: dict[str, Any]) -> dict[str, Any]:
+    """RoPE in the flat keys; nothing where each kind of layer has a RoPE of its own, which they cannot say."""
+    if "rope_theta" not in rope:
+        return {}
+    scaling = {key: value for key, value in rope.items() if key not in FLAT_ROPE}
+    partly = {key: rope[key] for key in ("partial_rotary_factor",) if key in rope}
+    return {
+        "rope_theta": float(rope["rope_theta"]),
+        "rope_scaling": None if rope["rope_type"] == "default" else scaling,
+        **partly,
+    }
+
+
 @torch.no_grad()
+def embedded(target: Target) -> Tensor:
+    """What the target's embedding gives for every token [vocab, hidden]."""
+    return target.embed(torch.arange(target.vocab_size, device=target.device)).cpu()
+
+
+def scales_embedding(target: Target) -> bool:
+    """Whether the target's embedding is more than a look-up of its weight."""
+    return not torch.equal(embedded(target), target.embed.get_parameter("weight")[: target.vocab_size].cpu())
+
+
 def embedding_tensors(target: Target) -> dict[str, Tensor]:
     """embed_tokens.weight [vocab, hidden] where the target's embedding is more than a look-up of its weight."""
-    looked_up = target.embed(torch.arange(target.vocab_size, device=target.device))
-    plain = torch.equal(looked_up, target.embed.get_parameter("weight")[: target.vocab_size])
-    return {} if plain else {"embed_tokens.weight": looked_up.cpu().contiguous()}
+    return {"embed_tokens.weight": embedded(target).contiguous()} if scales_embedding(target) else {}
 
 
 def same(ours: Tensor | None, theirs: Tensor | None) -> bool:

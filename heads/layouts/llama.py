@@ -11,14 +11,14 @@ from ...errors import UserError
 from ...target import Target
 from ..base import DraftHead
 from ..layers import LAYER_KEYS
-from .layout import own_tensors
+from .layout import embedded, own_tensors, scales_embedding
 
 SIZES = (*LAYER_KEYS, "rope_theta", "rope_scaling")
 NUMBERED = re.compile(r"(?:layers|midlayer)\.(\d+)\.")
 
 
 def layer_tensors(head: DraftHead, first: str) -> dict[str, Tensor]:
-    """The head's own tensors, its confidence left out: the first layer's begin with ``first``, the others' with layers.{i}."""
+    """The head's own tensors: the first layer's begin with ``first``, the others' with layers.{i}."""
     found = {}
     for name, tensor in own_tensors(head).items():
         part, _, rest = name.partition(".")
@@ -27,7 +27,7 @@ def layer_tensors(head: DraftHead, first: str) -> dict[str, Tensor]:
         elif part == "further":
             index, _, rest = rest.partition(".")
             found[f"layers.{int(index) + 1}.{rest}"] = tensor
-        elif part != "confidence":
+        else:
             found[name] = tensor
     return found
 
@@ -61,17 +61,6 @@ def draft_length_of(config: dict[str, Any], usual: int) -> int:
     """The draft length that an export of ours or the speculators format names, else the usual one."""
     proposals = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     return config.get("draftsmith", {}).get("draft_length") or proposals[0].get("speculative_tokens") or usual
-
-
-@torch.no_grad()
-def embedded(target: Target) -> Tensor:
-    """What the target's embedding gives for every token [vocab, hidden]."""
-    return target.embed(torch.arange(target.vocab_size, device=target.device)).cpu()
-
-
-def scales_embedding(target: Target) -> bool:
-    """Whether the target's embedding is more than a look-up of its weight."""
-    return not torch.equal(embedded(target), target.embed.get_parameter("weight")[: target.vocab_size].cpu())
 
 
 def take_embedding(tensors: dict[str, Tensor], target: Target) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...errors import UserError
 from ...target import Target
-from ..adapters import Adapter, load_tensors, merged
+from ..adapters import load_tensors, merged
 from ..base import DraftHead
 from ..medusa import MedusaHead
 from .layout import Layout, dtype_names, make_head, own_tensors, provenance, spread
@@ -150,8 +150,9 @@ def tensorrt_llm_tensors(head: DraftHead, target: Target) -> dict[str, Tensor]:
 
 def write_adapter(head: DraftHead, target: Target, directory: Path) -> None:
     if head.adapts:
+        assert isinstance(head, MedusaHead)
         (directory / ADAPTER).mkdir()
-        adapter_of(head).save(directory / ADAPTER, target)
+        head.adapter.save(directory / ADAPTER, target)
 
 
 def write_merged(head: DraftHead, target: Target, directory: Path) -> None:
@@ -182,11 +183,6 @@ def read_adapter(directory: Path) -> dict[str, Tensor]:
     if not (directory / ADAPTER).is_dir() or (directory / TARGET).is_dir():
         return {}
     return {f"adapter.{name}": tensor for name, tensor in load_tensors(directory / ADAPTER).items()}
-
-
-def adapter_of(head: DraftHead) -> Adapter:
-    assert isinstance(head, MedusaHead)
-    return head.adapter
 
 
 # -- the way back ----------------------------------------------------------------------------------------------------

@@ -163,8 +163,7 @@ def speculators_tensors(head: DraftHead, target: Target) -> dict[str, Tensor]:
             "the speculators format joins the embedding before the post_norm state, as form qwen does, and this head is of "
             f"form {head.options.form}: train one of form qwen."
         )
-    own = {name: tensor for name, tensor in own_tensors(head).items() if not name.startswith("confidence.")}
-    return {NAMES.prefix + (places(name)): tensor for name, tensor in own.items()}
+    return {NAMES.prefix + places(name): tensor for name, tensor in own_tensors(head).items()}
 
 
 def places(name: str) -> str:

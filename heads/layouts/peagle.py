@@ -12,8 +12,8 @@ from ..base import DraftHead
 from ..mask_token import mask_token
 from ..peagle import PEagleHead
 from . import eagle3
-from .layout import Layout, provenance
-from .llama import draft_length_of, embedded, own_names
+from .layout import Layout, embedded, provenance
+from .llama import draft_length_of, own_names
 
 SAMPLING = ("ratio", "ratio_min")
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # in vLLM's order

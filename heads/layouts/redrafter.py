@@ -44,7 +44,7 @@ def tensors(head: DraftHead, target: Target) -> dict[str, Tensor]:
             f"this redrafter head drafts {len(head.target_ids)} of {target.vocab_size} tokens, and its engines read the whole "
             "vocabulary alone: train one with head.draft_vocab null."
         )
-    return {name: tensor for name, tensor in own_tensors(head).items() if not name.startswith("confidence.")}
+    return own_tensors(head)
 
 
 def rebuild(config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> DraftHead:
