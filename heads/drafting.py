@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import UserError
 from ..sampling import Sampling, probabilities
 from ..target import Features, Target
 from .base import Draft, DraftHead, Guess, Shape
@@ -116,6 +117,11 @@ def choose(
 ) -> None:
     """Write the children of ``nodes`` (one row of logits each) into ``drafted``, and their distributions into ``q``."""
     widest = max(len(shape.families[node]) for node in nodes)
+    if widest > logits.shape[-1]:
+        raise UserError(
+            f"the draft shape {shape.name} has {widest} children under one node, and this head knows {logits.shape[-1]} tokens "
+            "alone: choose a narrower one."
+        )
     if sampled is None or q is None:
         ranked = logits.topk(widest, dim=-1).indices if widest > 1 else logits.argmax(-1, keepdim=True)
     else:

@@ -7,6 +7,7 @@ import torch
 from scripted import ScriptedHead
 from torch import Tensor
 
+from draftsmith.errors import UserError
 from draftsmith.heads.base import Draft, Shape
 from draftsmith.heads.confidence import Confidence
 from draftsmith.heads.drafting import Adaptive, Form, draft
@@ -108,3 +109,11 @@ def test_siblings_are_drawn_without_replacement() -> None:
         assert found.q is not None and found.q[[0, 1]].sum(-1).tolist() == pytest.approx([1, 1]) and not found.q[2:].any()
         firsts.append(found.tokens[0] == 0)
     assert 0.6 < sum(firsts) / len(firsts) < 0.8
+
+
+@pytest.mark.parametrize("sampled", [None, Sampling(1.0)])
+def test_more_siblings_than_the_head_has_tokens_are_refused(sampled: Sampling | None) -> None:
+    widest, wider = (Shape("broad", (0,) * children, tuple(range(children))) for children in (VOCAB, VOCAB + 1))
+    assert len(written(Head([0.5]), widest, sampled).tokens) == VOCAB
+    with pytest.raises(UserError, match="broad has 7 children under one node, and this head knows 6 tokens"):
+        written(Head([0.5]), wider, sampled)
