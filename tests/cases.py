@@ -74,13 +74,16 @@ WHOLE = {
 TAPS = {"pard-features": [1, 4]}  # where a case reads other taps than its kind's default
 
 
-def make_head(target: Target, case: str, depths: int = DEPTHS, taps: list[int] | None = None) -> DraftHead:
+def make_head(
+    target: Target, case: str, depths: int = DEPTHS, taps: list[int] | None = None, confidence: bool = False
+) -> DraftHead:
     """A head whose every weight is random, norms included, so that nothing is accidentally an identity."""
     kind, options = CASES[case]
     size = target.vocab_size if options.get("lm_head") == "shared" or case in WHOLE else DRAFT_VOCAB
     torch.manual_seed(0)
     target_ids = torch.randperm(target.vocab_size)[:size].sort().values
-    head = KINDS[kind].create(target, KINDS[kind].Options.model_validate(options), taps or TAPS.get(case), depths, target_ids)
+    chosen = KINDS[kind].Options.model_validate(options)
+    head = KINDS[kind].create(target, chosen, taps or TAPS.get(case), depths, target_ids, confidence)
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3)

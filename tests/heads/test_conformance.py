@@ -20,6 +20,7 @@ from draftsmith.data.features import FeatureBatch
 from draftsmith.eval.tree import chain, full
 from draftsmith.eval.verifier import generate
 from draftsmith.heads.base import Depth, DraftHead, Guess
+from draftsmith.heads.drafting import Adaptive
 from draftsmith.heads.kinds import KINDS, load_head
 from draftsmith.sampling import Sampling, probabilities
 from draftsmith.target import Features, Target
@@ -110,6 +111,21 @@ def test_sampled_texts_have_the_targets_distribution(case: str, sampled: bool) -
     kept = [i for i, mean in enumerate(expected) if mean > 1e-3]
     scale = sum(observed[i] for i in kept) / sum(expected[i] for i in kept)
     assert chisquare([observed[i] for i in kept], [expected[i] * scale for i in kept]).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("case", FIRST.values())
+def test_one_depth_and_one_token_are_enough(case: str, lively_target: Target, tmp_path: Path) -> None:
+    """A head of a single depth with a confidence learns from one line and drafts from a single token to the context's end."""
+    made = make_head(lively_target, case, depths=1, confidence=True)
+    learn(made.train(), a_batch(lively_target, made.config.taps, lines=1), lively_target)
+    estimate = made.get_parameter("confidence.proj.weight")
+    assert estimate.grad is not None and estimate.grad.any()
+    made.save(tmp_path)
+    head = load_head(tmp_path)
+    plain = generate(lively_target, None, [5], chain(1), 100).tokens
+    assert len(plain) == lively_target.max_positions - 1
+    for form in (Adaptive(1, 0.3), full([3])):
+        assert generate(lively_target, head, [5], form, 100).tokens == plain
 
 
 # -- what training touches -------------------------------------------------------------------------------------
