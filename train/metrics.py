@@ -18,7 +18,8 @@ class DepthSums:
 
     ``sure`` [depths, BINS, 3] float64 tells how sure a head's confidence estimate is where, and how right: rows are binned
     by its logit, each weighs the chance that a draft gets there, and summed are the weight, weight x logit and
-    weight x overlap. Bins are fine, so that calibration can be fitted to the sums.
+    weight x overlap. Bins are fine, so that calibration can be fitted to the sums. ``side`` [side lessons, 2]: what their
+    rows cost, and how many there are.
     """
 
     loss: Tensor
@@ -27,13 +28,16 @@ class DepthSums:
     overlap: Tensor
     rows: Tensor
     sure: Tensor
+    side: Tensor
 
     @classmethod
-    def zeros(cls, depths: int, device: torch.device) -> "DepthSums":
-        shapes = {each.name: (depths, BINS, 3) if each.name == "sure" else (depths,) for each in fields(cls)}
+    def zeros(cls, depths: int, device: torch.device, sides: int = 0) -> "DepthSums":
+        shapes = {each.name: (depths,) for each in fields(cls)} | {"sure": (depths, BINS, 3), "side": (sides, 2)}
         return cls(**{name: torch.zeros(shape, dtype=torch.float64, device=device) for name, shape in shapes.items()})
 
     def add(self, other: "DepthSums") -> None:
+        """Add other sums; zeros that were made for no side lessons take those over."""
+        self.side = self.side if len(self.side) else torch.zeros_like(other.side)
         for name in (each.name for each in fields(self)):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
@@ -65,7 +69,8 @@ class DepthSums:
 
     def report(self, shares: Tensor) -> dict[str, float]:
         """Means: ``loss`` (depths weighted by ``shares``, which sum to 1), ``accuracy_i`` and ``overlap_i`` per depth,
-        ``ece_i`` (the calibration error of the confidence estimate, where there is one) and the simulated τ ``tau_sim``.
+        ``ece_i`` (the calibration error of the confidence estimate, where there is one), ``side_i`` (the cost of a row of each
+        side lesson, which ``loss`` leaves out) and the simulated τ ``tau_sim``.
 
         tau_sim = 1 + the sum over depths of the share of rows whose whole prefix of greedy drafts is right.
         """
@@ -75,4 +80,5 @@ class DepthSums:
         means |= {f"overlap_{i}": float(value) for i, value in enumerate(self.overlap / rows)}
         if self.sure.any():
             means |= {f"ece_{i}": value for i, value in enumerate(calibration_error(self.sure).tolist())}
+        means |= {f"side_{i}": cost / max(count, 1) for i, (cost, count) in enumerate(self.side.tolist())}
         return means | {"tau_sim": 1 + float((self.prefix / rows).sum())}

@@ -256,11 +256,8 @@ class Objective:
             weights = WEIGHTS[self.weights](looks, places)
         return [weight * cost for weight, cost in zip(weights, costs, strict=True)]
 
-    def side_costs(self, look: Look, loss: str | None) -> Tensor:
-        """What every row of a side lesson costs [m]."""
-        return self.cost(look, loss or self.loss)
-
     def cost(self, look: Look, loss: str | dict[str, float]) -> Tensor:
+        """What every row costs by ``loss`` [m]."""
         mix = {loss: 1.0} if isinstance(loss, str) else loss
         options = {"lk": {"eta": self.eta}, "kl_top": {"top_k": self.top_k}}
         given = {name: {key: value for key, value in options.get(name, {}).items() if value is not None} for name in mix}

@@ -37,7 +37,7 @@ class Judge:
     def __call__(self, head: DraftHead, depths: list[Depth]) -> tuple[Tensor, DepthSums]:
         own = [depth for depth in depths if depth.side is None]
         device = self.batch.ids.device
-        sums = DepthSums.zeros(len(own), device)
+        sums = DepthSums.zeros(len(own), device, len(depths) - len(own))
         trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
         inputs = [*(depth.states for depth in depths), *trained]
         slopes: list[Tensor | None] = [None] * len(inputs)
@@ -106,12 +106,16 @@ class Judge:
         own = [look for look, depth in zip(looks, depths, strict=True) if depth.side is None]
         link(own, len(places))
         costs = iter(self.objective.costs(own, len(places)))
-        loss, sums = torch.zeros((), device=places.device), DepthSums.zeros(len(own), places.device)
+        loss = torch.zeros((), device=places.device)
+        sums = DepthSums.zeros(len(own), places.device, len(depths) - len(own))
         alive = torch.ones(len(places), dtype=torch.bool, device=places.device)
-        i = 0
+        i, side = 0, 0
         for depth, state, look, weight in zip(depths, states, looks, self.weights(depths), strict=True):
             if depth.side is not None:
-                loss = loss + weight * self.objective.side_costs(look, depth.side.loss).sum()
+                cost = self.objective.cost(look, depth.side.loss or self.objective.loss).sum()
+                loss = loss + weight * cost
+                sums.side[side] += torch.stack([cost.detach(), cost.new_tensor(len(look.place))])
+                side += 1
                 continue
             cost = next(costs)
             loss = loss + weight * cost.sum()

@@ -87,8 +87,16 @@ def test_pieces_give_the_loss_and_gradients_of_all_rows_at_once(
             torch.testing.assert_close(slope, whole_slopes[name], atol=1e-5 * scale, rtol=0, msg=f"{chunk} {name}")
         for name in ("right", "prefix", "rows"):
             assert torch.equal(getattr(sums, name), getattr(whole_sums, name)), name
-        for name in ("loss", "overlap", "sure"):
+        for name in ("loss", "overlap", "sure", "side"):
             torch.testing.assert_close(getattr(sums, name), getattr(whole_sums, name), atol=1e-4, rtol=1e-5)
+
+
+def test_a_side_lesson_is_counted_by_itself(tiny_target: Target, head: DraftHead, batch: FeatureBatch) -> None:
+    _, sums, _ = judge(head, batch, tiny_target, Objective("ce"), 5)
+    lesson = depths_of(head, batch, tiny_target)[-1]
+    p = tiny_target.model(batch.ids).logits.flatten(0, 1)[lesson.rows]
+    cost = torch.nn.functional.kl_div(lesson.logits.log_softmax(-1), p.log_softmax(-1), log_target=True, reduction="sum")
+    assert sums.side.tolist() == [[pytest.approx(float(cost), rel=1e-4), len(lesson.rows)]]
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -372,6 +372,8 @@ def test_an_adapter_trains_beside_its_heads_and_resumes(workplace):
     train(recipe_in(workplace, run.name, *changes))
     expected = curve(run)
     assert load_head(run / "head").adapts and expected[-1]["loss"] < expected[0]["loss"]
+    untouched = curve(run, "held_out")[0]["side_0"]
+    assert abs(untouched) < 1e-6 < expected[-1]["side_0"], "how far the adapted target has moved from the target"
     tensors = load_file(run / "checkpoints" / "step-8" / "model.safetensors")
     assert all(tensor.any() for name, tensor in tensors.items() if "lora_B" in name)
     AcceleratorState._reset_state()

@@ -185,11 +185,12 @@ def test_the_report_by_hand() -> None:
     sums = DepthSums.zeros(2, torch.device("cpu"))
     batches = (([4, 3], [3, 1], [3, 1], [2, 1], [4, 2]), ([2, 1], [1, 2], [1, 0], [3, 0], [4, 2]))
     for parts in batches:  # loss, right, prefix, overlap, rows
-        sums.add(DepthSums(*(torch.tensor(part, dtype=torch.float64) for part in parts), torch.zeros(2, BINS, 3)))
+        own: list[Any] = [torch.tensor(part, dtype=torch.float64) for part in parts]
+        sums.add(DepthSums(*own, *[torch.zeros(2, BINS, 3), torch.tensor([[3.0, 2.0]])]))
     report = sums.report(torch.tensor([1.0, 0.5]) / 1.5)
     assert report == {
         "loss": pytest.approx((6 / 8 + 0.5 * 4 / 4) / 1.5), "accuracy_0": 0.5, "accuracy_1": 0.75,
-        "overlap_0": 5 / 8, "overlap_1": 1 / 4,
+        "overlap_0": 5 / 8, "overlap_1": 1 / 4, "side_0": 1.5,
         "tau_sim": pytest.approx(1 + 4 / 8 + 1 / 4),
     }  # fmt: skip
 
