@@ -29,7 +29,8 @@ def rollouts(head: DraftHead, batch: FeatureBatch, target: Target, length: int, 
             start = row - int(batch.positions[line, row]) if batch.positions is not None else 0
             known = batch.ids[line, start : row + 2]
             read = features.rows((line, slice(start, row + 1)))
-            written = draft(head, head.new_state(), read, known, chain, target).tokens
+            fits = chain.cut(target.max_positions - len(known))
+            written = draft(head, head.new_state(), read, known, fits, target).tokens
             ids.append(torch.cat([known, known.new_tensor(written)]))
             mask.append(torch.arange(len(ids[-1]), device=known.device) > row - start)
     head.train()

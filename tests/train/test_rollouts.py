@@ -47,6 +47,16 @@ def test_a_rollout_is_the_heads_own_draft_behind_the_datas_text(lively_target: T
     assert torch.equal(again.ids, rolled.ids) and not all(torch.equal(other, rolled.ids) for other in others)
 
 
+def test_a_rollout_ends_where_the_targets_context_does(lively_target: Target) -> None:
+    head = make_head(lively_target, "eagle3", taps=[1, 2, 3])
+    mask = np.arange(64) > 59  # all that can be taught is next to the end
+    long = Encoded(np.random.default_rng(0).integers(3, 111, 64).astype(np.int32), mask)
+    batch = OnlineFeatures(lively_target, [long], [1, 2, 3]).batch([0])
+    for seed in range(4):
+        rolled = rollouts(head, batch, lively_target, LENGTH, seed)
+        assert rolled.ids.shape[1] == lively_target.max_positions and rolled.mask.any()
+
+
 def test_where_nothing_is_supervised_nothing_is_rolled_out(tiny_target: Target) -> None:
     head, batch = make_head(tiny_target, "eagle3", taps=[1, 2, 3]), data(tiny_target)
     batch.mask.zero_()
