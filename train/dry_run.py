@@ -11,10 +11,11 @@ from ..data.records import local_files
 from ..data.tally import Tally
 from ..errors import UserError
 from ..fetch import load_tokenizer, located
-from ..heads.base import DraftHead
+from ..heads.base import DraftHead, read_config
 from ..heads.kinds import KINDS
 from ..recipes.schema import Recipe
 from ..target import UNREADABLE, Target
+from .loop import check_start
 
 
 class Skeleton(Target):
@@ -97,14 +98,17 @@ def load_skeleton(name: str) -> Skeleton:
 
 def head_of(recipe: Recipe, target: Target) -> DraftHead:
     """The head that the recipe asks for, without weights."""
-    kind = KINDS[recipe.head.kind]
-    size = recipe.head.draft_vocab or target.vocab_size
+    section, kind = recipe.head, KINDS[recipe.head.kind]
+    size, taps = section.draft_vocab or target.vocab_size, section.taps
+    if section.init_from:
+        old = read_config(section.init_from)
+        check_start(recipe, old, target)
+        size, taps = old.draft_vocab_size, old.taps
     if size > target.vocab_size:
         raise UserError(f"draft vocabulary of {size} is larger than the target's {target.vocab_size}: lower head.draft_vocab.")
     with torch.device("meta"):
-        section = recipe.head
         options = kind.Options.model_validate(section.options)
-        return kind.create(target, options, section.taps, section.depths, torch.arange(size), section.confidence)
+        return kind.create(target, options, taps, section.depths, torch.arange(size), section.confidence)
 
 
 def parameters(module: torch.nn.Module) -> int:

@@ -28,10 +28,10 @@ from ..data.store import Store
 from ..data.tally import Tally
 from ..data.vocab import DraftVocabulary, choose, count_tokens, holding, special_ids
 from ..errors import UserError
-from ..heads.base import DraftHead, check_target
+from ..heads.base import DraftHead, HeadConfig, check_target
 from ..heads.kinds import KINDS, load_head
 from ..outputs import new_directory, refuse_existing
-from ..recipes.schema import Recipe
+from ..recipes.schema import Recipe, load_recipe
 from ..target import Target
 from . import checkpoints
 from .calibration import calibrate
@@ -58,7 +58,9 @@ def train(recipe: Recipe, score: Score | None = None, resume: bool = False, forc
     out = Path(recipe.output)
     if resume and not out.is_dir():
         raise UserError(f"{out} does not exist, so there is nothing to resume: start without --resume.")
-    if not resume:
+    if resume:
+        check_unchanged(recipe, out)
+    else:
         refuse_existing(out, force)
     run = prepare(recipe, accelerator, out, resume)
     claim(accelerator, out, resume)
@@ -313,6 +315,19 @@ def prepare(recipe: Recipe, accelerator: Accelerator, out: Path, resume: bool) -
     return run
 
 
+def check_unchanged(recipe: Recipe, out: Path) -> None:
+    """Raise UserError where a recipe asks a run that it resumes for another head or optimizer than its checkpoints hold."""
+    before = load_recipe(out / "recipe.yaml")
+    pairs = [("head", key) for key in type(recipe.head).model_fields]
+    for section, key in [*pairs, ("train", "lr"), ("train", "betas"), ("train", "weight_decay")]:
+        asked, has = (getattr(getattr(each, section), key) for each in (recipe, before))
+        if asked != has:
+            raise UserError(
+                f"{section}.{key} is {asked} in the recipe and {has} in {out}, which goes on with what it has: write {has}, or "
+                "start anew with head.init_from."
+            )
+
+
 def begun_from(recipe: Recipe, target: Target) -> DraftHead:
     """The recipe's head with the weights of the head that ``head.init_from`` holds, whose vocabulary and taps it keeps.
 
@@ -321,11 +336,7 @@ def begun_from(recipe: Recipe, target: Target) -> DraftHead:
     """
     section, source = recipe.head, str(recipe.head.init_from)
     old = load_head(source)
-    check_target(old.config, target)
-    for key, has in (("kind", old.kind), ("taps", old.config.taps), ("draft_vocab", old.config.draft_vocab_size)):
-        asked = getattr(section, key)
-        if asked is not None and asked != has:
-            raise UserError(f"head.{key} is {asked} in the recipe and {has} in {source}: leave it out or write {has}.")
+    check_start(recipe, old.config, target)
     options = KINDS[section.kind].Options.model_validate(section.options)
     torch.manual_seed(recipe.train.seed)
     taps, ids = old.config.taps, old.target_ids.cpu()
@@ -336,13 +347,23 @@ def begun_from(recipe: Recipe, target: Target) -> DraftHead:
             is_here = "is missing" if name not in ours else f"has the shape {list(ours[name].shape)}"
             raise UserError(
                 f"{source} holds {name!r} of shape {list(tensor.shape)}, which {is_here} in the recipe's head: make "
-                "head.options and head.depths fit."
+                "head.options, head.depths and head.confidence fit."
             )
     head.load_state_dict(theirs, strict=False)
     fresh = sorted({".".join(name.split(".")[:2]) for name in ours.keys() - theirs.keys()})
     if fresh:
         note(f"not in {source}, so fresh: {', '.join(fresh)}")
     return head
+
+
+def check_start(recipe: Recipe, old: HeadConfig, target: Target) -> None:
+    """Raise UserError where the head in ``head.init_from`` is of another target, or of other sizes than the recipe names."""
+    check_target(old, target)
+    for key, has in (("kind", old.kind), ("taps", old.taps), ("draft_vocab", old.draft_vocab_size)):
+        asked = getattr(recipe.head, key)
+        if asked is not None and asked != has:
+            source = recipe.head.init_from
+            raise UserError(f"head.{key} is {asked} in the recipe and {has} in {source}: leave it out or write {has}.")
 
 
 def parameter_groups(head: DraftHead, lr: float) -> list[dict[str, Any]]:

@@ -26,6 +26,7 @@ from draftsmith.heads.eagle3 import Eagle3Head
 from draftsmith.heads.kinds import load_head
 from draftsmith.recipes.schema import Recipe, load_recipe
 from draftsmith.target import Target
+from draftsmith.train.dry_run import dry_run
 from draftsmith.train.loop import prepare, rate, read_examples, start, train
 
 WORDS = "the cat sat on an old mat while ten men read their tea leaves and then went home".split()
@@ -298,6 +299,19 @@ def test_resume_is_exact(workplace, whole_run, store, features):
         assert torch.equal(tensor, expected[1][name])
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("head.confidence=true", "head.confidence is True in the recipe and False in"),
+        ("head.options={layers: 2}", "head.options is .*'layers': 2"),
+        ("train.lr=1.0e-4", "train.lr is 0.0001 in the recipe and 0.01 in"),
+    ],
+)
+def test_a_resumed_run_keeps_its_head_and_its_optimizer(workplace, whole_run, change, said):
+    with pytest.raises(UserError, match=said):
+        train(recipe_in(workplace, "whole", change), resume=True)
+
+
 def test_the_best_head_is_the_best_by_the_verifier(workplace):
     scores = iter([1.5, 2.5, 1.7])
     result = train(recipe_in(workplace, "scored"), score=lambda target, head: next(scores))
@@ -341,14 +355,17 @@ def test_a_run_goes_on_from_another_runs_head(workplace, whole_run):
     train(recipe_in(workplace, "finer", *more))
     best = max(row["tau_sim"] for row in curve(whole_run, "held_out"))
     assert curve(workplace / "finer", "held_out")[0]["tau_sim"] == best
+    planned = dry_run(recipe_in(workplace, "planned", *more, "head.draft_vocab=null"))["head"]
+    assert planned["draft_vocab_size"] == 64, "as the other head's"
     heads = [load_file(workplace / run / "head" / "model.safetensors") for run in ("whole", "finer")]
     assert torch.equal(*(tensors["target_ids"] for tensors in heads))
     refused = (("draft_vocab=48", "head.draft_vocab is 48"), ("taps=[1,2]", "head.taps"), ("options.layers=2", None))
     for change, said in (*refused, ("options.fc_norm=true", None)):
         again = recipe_in(workplace, "otherwise", *more, f"head.{change}")
         if said:
-            with pytest.raises(UserError, match=said):
-                train(again)
+            for refusing in (dry_run, train):
+                with pytest.raises(UserError, match=said):
+                    refusing(again)
         else:  # what the other head does not have starts fresh
             train(again, force=True)
     fewer = recipe_in(workplace, "fewer", *more[:1], f"head.init_from={workplace}/otherwise/head")
