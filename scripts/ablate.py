@@ -76,9 +76,9 @@ def run(changes: list[str], features: dict[str, dict[int, Features]], out: Path)
         source.shelf.rows = select(features[part], source.taps, state.target.hidden_size)
     began = time.perf_counter()
     for step in range(state.steps):
-        state.advance(state.global_batch(step))
+        state.advance(step + 1, state.global_batch(step))
     seconds = time.perf_counter() - began
-    report = state.held_out_sums().report(state.weights)
+    report = state.held_out_sums().report(state.shares)
     accelerator.free_memory()
     return {**report, "steps": state.steps, "seconds": seconds}
 
