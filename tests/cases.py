@@ -10,7 +10,7 @@ from draftsmith.target import Target
 
 DEPTHS, DRAFT_VOCAB = 4, 48
 RANDOM = {"init_layer": "random", "init_lm_head": "random"}
-BLOCK = {"layers": 2, "mask_token": 127}
+BLOCK: dict[str, Any] = {"layers": 2, "mask_token": 127}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle": ("eagle", {"init_layer": "random"}),
     "eagle-through": ("eagle", {"init_layer": "random", "detach": False, "layers": 2, "bias": True}),

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,7 @@ def test_sampled_texts_have_the_targets_distribution(case: str, sampled: bool) -
         texts = [
             tuple(generate(target, head, prompt, full([2, 1]), 3, sampling, sampled, generator).tokens[1:]) for _ in range(400)
         ]
-        law = Counter()
+        law: dict[tuple[int, int], float] = defaultdict(float)
         first = probabilities(target.model(torch.tensor([prompt])).logits[0, -1:], sampling)[0]
         for a in first.nonzero().flatten().tolist():
             second = probabilities(target.model(torch.tensor([[*prompt, a]])).logits[0, -1:], sampling)[0]

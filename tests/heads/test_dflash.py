@@ -129,7 +129,8 @@ class Plain:
         whole = self.target.output_head.weight.detach()
         for depth, hidden in enumerate(self.hidden(taps, int(path[0]))):
             previous = path[depth]
-            base = self.w.get("lm_head.weight", whole) @ hidden
+            rows: Any = self.w.get("lm_head.weight", whole)
+            base = rows @ hidden
             if self.options.in_block == "markov":
                 low = self.w["in_block.markov_w1.weight"][previous]
                 if self.options.gated:

@@ -104,7 +104,8 @@ def test_nothing_but_itself_learns_from_it(tiny_target: Target, batch: FeatureBa
         if name.startswith("confidence"):
             assert parameter.grad.abs().max() > 0
         else:
-            assert torch.equal(parameter.grad, plain[name].grad), name
+            own = plain[name].grad
+            assert own is not None and torch.equal(parameter.grad, own), name
 
 
 def test_it_comes_to_know_the_overlap(tiny_target: Target, batch: FeatureBatch) -> None:
