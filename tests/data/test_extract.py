@@ -421,7 +421,7 @@ def test_the_default_taps_are_the_head_kinds(
     ("flags", "sentence"),
     [
         (("--shard", "2", "--num-shards", "2"), "error: --shard 2 is none of 2: give 0 to 1, or raise --num-shards."),
-        (("--head", "eagle9"), "error: --head 'eagle9' is no head kind: choose eagle3, medusa."),
+        (("--head", "eagle9"), "error: --head 'eagle9' is no head kind: choose dflash, draft_model, eagle, eagle3, hydra"),
         (("--taps", "1;2"), "error: --taps '1;2' is no list of layers: write numbers with commas, such as 2,15,27."),
         (("--taps", "1,9"), "error: tap 9 is outside the target"),
         (("--dtype", "int4"), "error: dtype 'int4' is none that a store keeps: choose float32"),
