@@ -89,7 +89,7 @@ def generate(
     proposed: list[int] = []
     accepted: list[int] = []
     drafted = 0
-    drawn = sampling if sampled_drafts and not sampling.greedy else None
+    drawn = sampling if sampled_drafts else None
     with watch.part("total"):
         with watch.part("prefill"):
             logits, rows = target.prefill(torch.tensor(prompt, device=device), cache, taps)
@@ -137,6 +137,8 @@ def check(
         raise UserError(
             "--lossy-typical judges likeliest tokens at a --temperature above 0: set one, without --sampled-drafts."
         )
+    if sampled_drafts and sampling.greedy:
+        raise UserError("--sampled-drafts draws drafts at a --temperature above 0: set one, or leave it out.")
 
 
 def ancestry(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -252,6 +252,7 @@ MISTAKES = [
     Mistake("broken tree", EVAL + " --tree chain:x", ["chain:x"]),
     Mistake("unknown setting of a tree", EVAL + " --tree dynamic:24,nodes=3", ["'nodes'", "depth, k, stop"]),
     Mistake("drawn dynamic tree", EVAL + " --tree dynamic:24 --sampled-drafts", ["dynamic:24", "--sampled-drafts"]),
+    Mistake("greedy and drawn", EVAL + " --sampled-drafts", ["--sampled-drafts", "--temperature"]),
     Mistake("broken threshold", EVAL + " --temperature 1 --lossy-typical 0.1,x", ["--lossy-typical", "0.09,0.3"]),
     Mistake("greedy and lossy", EVAL + " --lossy-typical 0.09", ["--lossy-typical", "--temperature"]),
     Mistake("one prompt for a search", EVAL + " --tree search:9 --limit 1", ["search:9", "two prompts"]),
