@@ -118,7 +118,7 @@ def export(
     refuse_existing(out, force)
     config = read_config(head)
     loaded = Target.load(target or config.target.name, dtype)
-    length = draft_length or config.depths
+    length = config.depths if draft_length is None else draft_length
     export_head(load_head(head), loaded, to, out, length, force)
     show({"engine": to, "draft_length": length, "out": str(out)}, as_json, f"written for {to}, drafting {length}: {out}")
 

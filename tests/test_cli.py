@@ -262,7 +262,7 @@ MISTAKES = [
     Mistake("export: missing head", "export {place}/nope --to vllm --out {new}", ["nope is not a head"]),
     Mistake("export: unknown engine", EXPORT + " --to nope", ["nope", "vllm"]),
     Mistake("export: another target", EXPORT + " --target {place}/other", ["fingerprint"]),
-    Mistake("export: draft length", EXPORT + " --draft-length -1", ["-1"]),
+    Mistake("export: draft length", EXPORT + " --draft-length 0", ["draft length of 0"]),
     Mistake("export: output exists", "export {place}/run/head --to vllm --out {place}/taken", ["taken exists", "--force"]),
     Mistake("synthesize: output exists", SYNTHESIZE + " --out {place}/taken", ["taken exists", "--force"]),
     Mistake(
