@@ -2,7 +2,7 @@
 
 import difflib
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
@@ -220,7 +220,7 @@ def load_recipe(file: str | Path, changes: list[str] | None = None) -> Recipe:
     try:
         recipe = Recipe.model_validate(document)
     except ValidationError as error:
-        raise UserError(f"{path}: {explain(error)}") from error
+        raise UserError(f"{path}: {explain(error, document)}") from error
     recipe._folder = path.parent
     return recipe
 
@@ -252,12 +252,12 @@ def apply(document: dict[str, Any], change: str) -> None:
     document[last] = yaml.safe_load(value)
 
 
-def explain(error: ValidationError) -> str:
+def explain(error: ValidationError, document: dict[str, Any]) -> str:
     """The first problem as one sentence; an unknown key comes with the nearest right one."""
     problem = error.errors()[0]
     where = [str(part) for part in problem["loc"]]
     if problem["type"] == "extra_forbidden":
-        known = keys_at(where[:-1])
+        known = keys_at(where[:-1], document)
         near = difflib.get_close_matches(where[-1], known, n=1, cutoff=0.0)
         return f"unknown key {'.'.join(where)}: the nearest right key is {'.'.join([*where[:-1], *near])}."
     if problem["type"] == "missing":
@@ -266,11 +266,10 @@ def explain(error: ValidationError) -> str:
     return f"{'.'.join(where)}: {message}." if where else f"{message}."
 
 
-def keys_at(where: list[str]) -> list[str]:
-    """The keys of the section at a path; within head.options those of every kind."""
+def keys_at(where: list[str], document: dict[str, Any]) -> list[str]:
+    """The keys of the section at a path; within head.options those of the document's own kind."""
     model: Any = Recipe
     for part in where:
-        model = model.model_fields[part].annotation if part in model.model_fields else None
-        if model is None or not (isinstance(model, type) and issubclass(model, BaseModel)):
-            return [key for kind in KINDS.values() for key in kind.Options.model_fields]
+        found = model.model_fields[part].annotation if part != "options" else KINDS[document["head"]["kind"]].Options
+        model = next(each for each in (found, *get_args(found)) if isinstance(each, type) and issubclass(each, BaseModel))
     return list(model.model_fields)

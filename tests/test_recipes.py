@@ -90,6 +90,7 @@ def test_a_rate_may_be_written_in_any_usual_way(recipe_file: Path, text: str):
         ("data.maxlength=9", "data.max_length"),
         ("head.tap=[1]", "head.taps"),
         ("head.options.fcnorm=true", "head.options.fc_norm"),
+        ("head.options.lora=4", r"head.options.(?!lora)\w+"),  # another kind has it
         ("targets.name=x", "target"),
         ("out=x", "output"),
     ],
