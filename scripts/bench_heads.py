@@ -123,7 +123,7 @@ def measured(target: Target, head: DraftHead, choosing: list[Prompt], prompts: l
         return measure(target, head, asked, parse(shape), NEW_TOKENS, Sampling(temperature), baseline=baseline)
 
     chosen = max((static, DYNAMIC), key=lambda shape: tau(shape, choosing)["tau"])
-    plain, tree, dynamic = tau(chain, prompts, COMPARED), tau(chosen, prompts), None
+    plain, tree = tau(chain, prompts, COMPARED), tau(chosen, prompts)
     dynamic = tree if chosen == DYNAMIC else tau(DYNAMIC, prompts)
     hot = tau(chain, prompts, temperature=1.0)
     shares = plain["time"]
@@ -174,6 +174,7 @@ def draw(results: dict[str, dict[str, Any]], out: Path) -> None:
         axes.vlines(one["draft_ms"], low, high, color=dot.get_color(), alpha=0.4)
         axes.annotate(name, (one["draft_ms"], one["chain"]["tau"]), xytext=(6, 4), textcoords="offset points", fontsize=8)
     axes.set(xlabel="milliseconds of drafting per target pass", ylabel="acceptance length τ (greedy chain, 95 % interval)")
+    axes.set_xscale("log")
     axes.set_title("Every kind after the same seconds on the same conversations, SmolLM2-135M")
     figure.savefig(out, dpi=120)
 
@@ -198,19 +199,22 @@ def main() -> None:
         about = {"seconds": options.seconds, "rows": options.rows, "tokens": tokens, "prompts": options.prompts, **machine}
         before = json.loads(options.out.read_text()) if options.out.exists() else {}
         results: dict[str, dict[str, Any]] = before["heads"] if before.get("about") == about else {}
+        failed: list[str] = []
         for number, name in enumerate(options.heads, start=1):
             note(f"{number} of {len(options.heads)}: {name}")
             answer = place / "answer.json"
             command = [sys.executable, __file__, "--one", name, "--place", str(place), "--out", str(answer)]
             command += ["--seconds", str(options.seconds), "--prompts", str(options.prompts)]
             if subprocess.run(command).returncode:
-                note(f"{name} failed: see above")
+                failed.append(name)
                 continue
             results[name] = json.loads(answer.read_text())
             options.out.write_text(json.dumps({"about": about, "heads": results}, indent=2) + "\n")
             options.out.with_suffix(".md").write_text(table(results))
             draw(results, options.out.with_suffix(".png"))
     print(table(results))
+    if failed:
+        raise SystemExit(f"failed, see above: {', '.join(failed)}")
 
 
 if __name__ == "__main__":
