@@ -242,14 +242,15 @@ def scores(ids: Tensor, mask: Tensor, seed: int) -> Tensor:
     return found.to(mask.device)
 
 
-def falling(ids: Tensor, mask: Tensor, seed: int, shares: list[float]) -> list[Tensor]:
-    """A map of rows per depth: of the supervised rows those that a falling share (COD, 2504.18583) keeps of all at that depth.
+def falling(ids: Tensor, mask: Tensor, seed: int, depths: int, ratio: float, least: float) -> list[Tensor]:
+    """A map of rows per depth: of the supervised rows, at depth d, the share ratio ** d but never less than ``least`` (COD,
+    2504.18583).
 
     One score a row is held against every depth's share: a depth is taught only where the one before it is.
     """
-    maps = supervised(mask, len(shares))
+    maps = supervised(mask, depths)
     drawn = scores(ids, maps[0], seed)
-    return [own & (drawn < share) for own, share in zip(maps, shares, strict=True)]
+    return [own & (drawn < max(ratio**depth, least)) for depth, own in enumerate(maps)]
 
 
 class DraftHead(nn.Module, ABC):

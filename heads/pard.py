@@ -111,8 +111,7 @@ class PardHead(DraftHead):
             self.lm = own_lm.filled(self.config, self.options, target)
 
     def taught(self, ids: Tensor, mask: Tensor, seed: int) -> list[Tensor]:
-        shares = [max(self.options.ratio**d, self.options.ratio_min) for d in range(self.config.depths)]
-        return falling(ids, mask, seed, shares)
+        return falling(ids, mask, seed, self.config.depths, self.options.ratio, self.options.ratio_min)
 
     def predict(
         self, ids: Tensor, rows: list[Tensor], features: Features, target: Target, positions: Tensor | None = None
