@@ -39,11 +39,10 @@ class Judge:
         device = self.batch.ids.device
         sums = DepthSums.zeros(len(own), device, len(depths) - len(own))
         trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
-        inputs = [*(depth.states for depth in depths), *trained]
-        slopes: list[Tensor | None] = [None] * len(inputs)
         total = torch.zeros((), device=device)
         learns = torch.is_grad_enabled()
         into = [torch.zeros_like(depth.states) for depth in depths] if learns else []
+        slopes: list[Tensor | None] = [None] * len(trained)
         for cuts in self.pieces(head, depths):
             pieces = [depth.states[cut].detach().requires_grad_(learns) for depth, cut in zip(depths, cuts, strict=True)]
             value, found = self.piece(head, depths, cuts, pieces)
@@ -51,14 +50,13 @@ class Judge:
             sums.add(found)
             if learns:
                 grads = torch.autograd.grad(value, [*pieces, *trained], allow_unused=True)
-                for slope, cut, grad in zip(into, cuts, grads, strict=False):
+                for slope, cut, grad in zip(into, cuts, grads[: len(depths)], strict=True):
                     slope[cut] = 0 if grad is None else grad
-                for i, grad in enumerate(grads[len(depths) :], start=len(depths)):
-                    known = slopes[i]
+                for i, (known, grad) in enumerate(zip(slopes, grads[len(depths) :], strict=True)):
                     if grad is not None:
                         slopes[i] = grad.clone() if known is None else known.add_(grad)
         if learns:
-            total = Known.apply(total, [*into, *slopes[len(depths) :]], *inputs)
+            total = Known.apply(total, [*into, *slopes], *(depth.states for depth in depths), *trained)
         for depth, weight in zip(depths, self.weights(depths), strict=True):
             if depth.extra is not None:
                 total = total + weight * depth.extra.sum()
