@@ -43,9 +43,10 @@ class Judge:
         learns = torch.is_grad_enabled()
         into = [torch.zeros_like(depth.states) for depth in depths] if learns else []
         slopes: list[Tensor | None] = [None] * len(trained)
+        weights = self.weights(depths)
         for cuts in self.pieces(head, depths):
             pieces = [depth.states[cut].detach().requires_grad_(learns) for depth, cut in zip(depths, cuts, strict=True)]
-            value, found = self.piece(head, depths, cuts, pieces)
+            value, found = self.piece(head, depths, weights, cuts, pieces)
             total = total + value.detach()
             sums.add(found)
             if learns:
@@ -57,7 +58,7 @@ class Judge:
                         slopes[i] = grad.clone() if known is None else known.add_(grad)
         if learns:
             total = Known.apply(total, [*into, *slopes], *(depth.states for depth in depths), *trained)
-        for depth, weight in zip(depths, self.weights(depths), strict=True):
+        for depth, weight in zip(depths, weights, strict=True):
             if depth.extra is not None:
                 total = total + weight * depth.extra.sum()
         return total, sums
@@ -89,7 +90,9 @@ class Judge:
         fits = max(LEAST, min(int(free_memory(device) * SHARE / per_row), MOST.get(device.type, 1024)))
         return 1 << (fits.bit_length() - 1)
 
-    def piece(self, head: DraftHead, depths: list[Depth], cuts: list[slice], states: list[Tensor]) -> tuple[Tensor, DepthSums]:
+    def piece(
+        self, head: DraftHead, depths: list[Depth], weights: list[Tensor], cuts: list[slice], states: list[Tensor]
+    ) -> tuple[Tensor, DepthSums]:
         """The weighted loss of one piece of the rows, and its metrics."""
         rows = [depth.rows[cut] for depth, cut in zip(depths, cuts, strict=True)]
         places, place = torch.cat(rows).unique(return_inverse=True)
@@ -108,7 +111,7 @@ class Judge:
         sums = DepthSums.zeros(len(own), places.device, len(depths) - len(own))
         alive = torch.ones(len(places), dtype=torch.bool, device=places.device)
         i, side = 0, 0
-        for depth, state, look, weight in zip(depths, states, looks, self.weights(depths), strict=True):
+        for depth, state, look, weight in zip(depths, states, looks, weights, strict=True):
             if depth.side is not None:
                 cost = self.objective.cost(look, depth.side.loss or self.objective.loss).sum()
                 loss = loss + weight * cost
