@@ -62,7 +62,14 @@ class Beam:
 
 
 def dynamic(head: DraftHead, state: Any, guess: Guess, form: Dynamic, target: Target) -> Draft:
-    """EAGLE-2's tree behind a root whose children ``guess`` speaks of.
+    """EAGLE-2's tree behind a root whose children ``guess`` speaks of."""
+    grown = grow(head, state, guess, form, target)
+    everything = np.arange(1, len(grown.scores))
+    return grown.draft(np.sort(grown.likeliest(everything, form.nodes)), form.name)
+
+
+def grow(head: DraftHead, state: Any, guess: Guess, form: Dynamic, target: Target) -> "Growth":
+    """The candidates that a dynamic tree is chosen from.
 
     Nodes whose descendants cannot be among the ``nodes`` likeliest any more are not expanded: the draft is the same.
     """
@@ -77,8 +84,7 @@ def dynamic(head: DraftHead, state: Any, guess: Guess, form: Dynamic, target: Ta
         if depth == form.length or not len(frontier):
             break
         grown.expand(frontier)
-    everything = np.arange(1, len(grown.scores))
-    return grown.draft(np.sort(grown.likeliest(everything, form.nodes)), form.name)
+    return grown
 
 
 def beam(head: DraftHead, state: Any, guess: Guess, form: Beam, target: Target) -> Draft:
