@@ -238,36 +238,74 @@ class Target:
 
     @torch.no_grad()
     def verify(
-        self, tokens: Tensor, positions: Tensor, ancestry: Tensor, cache: DynamicCache, taps: Sequence[int]
+        self, tokens: Tensor, positions: Tensor, ancestry: Tensor, lengths: Sequence[int], cache: DynamicCache,
+        taps: Sequence[int],
     ) -> tuple[Tensor, Features]:
-        """One pass over a token tree [nodes] behind the cached prefix; node 0 is the root.
+        """One pass over token trees [batch, nodes], each behind the cached prefix of its own sequence; node 0 is the root.
 
-        ``positions`` [nodes] are absolute, ``ancestry`` [nodes, nodes] is True where the column is the row's ancestor or
-        itself. Adds every node's keys and values to the cache (see ``keep``). Returns logits [nodes, V], features [nodes].
+        ``positions`` [batch, nodes] are absolute, ``ancestry`` bool [batch, nodes, nodes] is True where the column is the
+        row's ancestor or itself, ``lengths`` are the sequences' cached rows. Adds every node's keys and values to the cache
+        (see ``keep``). Returns logits [batch, nodes, V] and features [batch, nodes].
         """
-        mask = self._attention_mask(ancestry, positions, cache.get_seq_length()) if len(tokens) > 1 else None
+        past = cache.get_seq_length()
+        alone = tokens.shape[1] == 1 and min(lengths) == past
+        mask = None if alone else self._attention_mask(ancestry, positions, lengths, past)
         with self._watch(taps) as seen:
             logits = self.model(
-                input_ids=tokens[None], position_ids=positions[None], attention_mask=mask, cache=cache, use_cache=True
+                input_ids=tokens, position_ids=positions, attention_mask=mask, cache=cache, use_cache=True
             ).logits
-        return logits[0], self._features({k: v[0] for k, v in seen.items()}, taps)
+        return logits, self._features(seen, taps)
 
-    def _attention_mask(self, ancestry: Tensor, positions: Tensor, past: int) -> Any:
-        """Every node sees the cached prefix, its ancestors and itself."""
-        seen = torch.nn.functional.pad(ancestry, (past, 0), value=True)
-        keys = torch.cat([torch.arange(past, device=self.device), positions])
-        return attention_mask(self.config, seen[None], positions[None], keys[None], self.dtype)
+    def _attention_mask(self, ancestry: Tensor, positions: Tensor, lengths: Sequence[int], past: int) -> Any:
+        """Every node sees the cached prefix of its sequence, its ancestors and itself."""
+        slots = torch.arange(past, device=self.device)
+        prefix = slots < torch.tensor(lengths, device=self.device)[:, None]
+        seen = torch.cat([prefix[:, None].expand(-1, ancestry.shape[1], -1), ancestry], dim=2)
+        keys = torch.cat([slots.expand(len(lengths), -1), positions], dim=1)
+        return attention_mask(self.config, seen, positions, keys, self.dtype)
 
     @staticmethod
-    def keep(cache: DynamicCache, past: int, path: Tensor) -> None:
-        """Keep the rows ``past + path`` of the last verify pass, in that order, and drop its other rows."""
-        moved = path.tolist() != list(range(len(path)))
+    def keep(cache: DynamicCache, lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Of the last verify pass keep the nodes of every sequence's path, in that order behind its ``lengths`` rows, and
+        drop the others. Where sequences have come to differ in length, what lies behind the shorter ones is garbage.
+        """
+        past = max(lengths)
+        moved = [
+            (row, length + place, past + node)
+            for row, (length, path) in enumerate(zip(lengths, paths, strict=True))
+            for place, node in enumerate(path)
+            if length + place != past + node
+        ]
+        width = max(length + len(path) for length, path in zip(lengths, paths, strict=True))
+        rows, to, of = torch.tensor(moved, dtype=torch.long).reshape(-1, 3).unbind(1)
         for layer in cache.layers:
             for name in ("keys", "values"):
-                rows: Tensor = getattr(layer, name)
+                held: Tensor = getattr(layer, name)
                 if moved:
-                    rows[..., past : past + len(path), :] = rows[..., past + path.to(rows.device), :]
-                setattr(layer, name, rows[..., : past + len(path), :])
+                    at = [index.to(held.device) for index in (rows, to, of)]
+                    held[at[0], :, at[1]] = held[at[0], :, at[2]]
+                setattr(layer, name, held[..., :width, :])
+
+    @staticmethod
+    def join(cache: DynamicCache | None, other: DynamicCache) -> DynamicCache:
+        """The cache with the one sequence of ``other`` behind its own ones; what lies behind the shorter ones is garbage."""
+        if cache is None:
+            return other
+        for layer, added in zip(cache.layers, other.layers, strict=True):
+            for name in ("keys", "values"):
+                pair: tuple[Tensor, Tensor] = getattr(layer, name), getattr(added, name)
+                width = max(held.shape[2] for held in pair)
+                padded = [torch.nn.functional.pad(held, (0, 0, 0, width - held.shape[2])) for held in pair]
+                setattr(layer, name, torch.cat(padded))
+        return cache
+
+    @staticmethod
+    def select(cache: DynamicCache, rows: Sequence[int], width: int) -> None:
+        """Keep these sequences alone, and the first ``width`` rows, which is as long as the longest of them."""
+        for layer in cache.layers:
+            for name in ("keys", "values"):
+                held: Tensor = getattr(layer, name)
+                setattr(layer, name, held[list(rows), :, :width])
 
 
 def read_out(model: Any, last: Tensor, device: torch.device) -> Tensor:

@@ -1,28 +1,38 @@
 """Speculative decoding: draft, verify in one target pass, keep what the target would have written.
 
-Nothing is lost, unless typical acceptance is asked for by name.
+Nothing is lost, unless typical acceptance is asked for by name. Several sequences may share a pass; each accepts as many
+tokens as it can, and a finished one makes room for the next.
 """
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import UserError
-from ..heads.base import Draft, DraftHead, Shape
+from ..heads.base import Draft, DraftHead
 from ..heads.drafting import Form
-from ..heads.drafting import draft as write_draft
-from ..heads.growing import Beam, Dynamic
 from ..sampling import GREEDY, Sampling, draw, probabilities
 from ..target import Target
-from .tree import NONE, fitted
+from .proposers import NOTHING, HeadProposer, Proposer, Text
+from .tree import NONE
 from .typical import Typical, accept_typical
 
-NOTHING = Draft([], NONE)
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt (token ids), how many tokens it may be answered with, and the texts that end the answer where they appear."""
+
+    prompt: list[int]
+    max_new: int
+    generator: torch.Generator | None = None
+    stop: tuple[str, ...] = ()
 
 
 @dataclass
@@ -30,9 +40,10 @@ class Generation:
     """What one prompt gave.
 
     ``tokens``: emitted ids, the end token included. ``proposed`` and ``accepted``: for every verify pass the draft's depth
-    and how many of its tokens were accepted, counted before the text is cut at its end (as vLLM counts). The first token
-    comes from the prefill and belongs to no pass. ``seconds``: wall clock by part. ``drafted``: tokens of all drafts, side
-    branches included.
+    (0: there was none) and how many of its tokens were accepted, counted before the text is cut at its end (as vLLM counts).
+    The first token comes from the prefill and belongs to no pass. ``drafted``: tokens of all drafts, side branches included.
+    ``seconds``: ``prefill`` and ``total`` by the clock, whoever else was served meanwhile. ``paced``: the tokens that stayed
+    and the sequence's share of the seconds of those passes in which as many sequences ran as may run at once.
     """
 
     tokens: list[int]
@@ -41,6 +52,27 @@ class Generation:
     ended: bool
     seconds: dict[str, float]
     drafted: int = 0
+    paced: tuple[int, float] = (0, 0.0)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One verify pass: how many sequences shared it, the most tokens that one of them read in it, its seconds by part."""
+
+    active: int
+    nodes: int
+    draft: float
+    target: float
+    total: float
+
+
+@dataclass
+class Run:
+    """What all prompts gave, in their order, and the passes that it took. ``seconds``: prefill and total."""
+
+    generations: list[Generation]
+    passes: list[Pass]
+    seconds: dict[str, float]
 
 
 @dataclass
@@ -48,7 +80,7 @@ class Stopwatch:
     """Wall clock by part; waits for the device, so that a part's work is counted in that part."""
 
     device: torch.device
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("prefill", "draft", "target", "total"), 0.0))
+    seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -56,10 +88,96 @@ class Stopwatch:
         yield
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.seconds[name] += time.perf_counter() - start
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+@dataclass
+class Running:
+    """A sequence under way. ``rows``: how many of its tokens the cache holds. ``kept``: emitted tokens, cut at the end."""
+
+    index: int
+    request: Request
+    budget: int
+    text: Text
+    began: float
+    prefill: float
+    ended: bool = False
+    kept: list[int] = field(default_factory=list)
+    proposed: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    drafted: int = 0
+    paced: tuple[int, float] = (0, 0.0)
+
+    @property
+    def rows(self) -> int:
+        return len(self.text.tokens) - 1
+
+    def take(self, new: list[int], target: Target) -> int:
+        """Take in tokens; returns how many of them stay in the text."""
+        self.text.tokens += new
+        before, emitted = len(self.kept), self.text.tokens[self.text.prompt :]
+        self.kept, self.ended = truncate(emitted, self.budget, target.eos_ids)
+        if self.request.stop:
+            cut = stopped(target.tokenizer, self.kept, self.request.stop)
+            self.kept, self.ended = self.kept[:cut], self.ended or cut is not None
+        return len(self.kept) - before
+
+    @property
+    def done(self) -> bool:
+        return self.ended or len(self.kept) >= self.budget
 
 
 @torch.inference_mode()
+def decode(
+    target: Target,
+    proposer: Proposer | None,
+    requests: Sequence[Request],
+    sampling: Sampling = GREEDY,
+    batch: int = 1,
+    typical: Typical | None = None,
+) -> Run:
+    """Answer all requests, up to ``batch`` of them at once; without a proposer, plainly.
+
+    Greedy decoding emits the target's own greedy text; sampling emits its own distribution, and from one generator the same
+    text at any batch size, as far as rounding allows. ``typical`` acceptance does not. Raises UserError for a prompt that
+    leaves no room in the target's context and for what does not go together.
+    """
+    for request in requests:
+        check(target, request.prompt)
+    if typical and (sampling.greedy or getattr(proposer, "drawn", False)):
+        raise UserError(
+            "--lossy-typical judges likeliest tokens at a --temperature above 0: set one, without --sampled-drafts."
+        )
+    if sampling.greedy and getattr(proposer, "drawn", False):
+        raise UserError("--sampled-drafts draws drafts at a --temperature above 0: set one, or leave it out.")
+    waiting, running, cache = deque(enumerate(requests)), [], None
+    watch, passes = Stopwatch(target.device), []
+    done: dict[int, Generation] = {}
+    full = min(batch, len(requests))
+    with watch.part("total"):
+        while waiting or running:
+            while waiting and len(running) < batch:
+                with watch.part("prefill"):
+                    new, own = admit(target, proposer, *waiting.popleft(), GREEDY if typical else sampling)
+                if new.done:
+                    done[new.index] = leave(new, proposer)
+                else:
+                    cache = target.join(cache, own)
+                    running.append(new)
+            if not running:
+                break
+            passes.append(advance(target, proposer, running, cache, sampling, typical, full))
+            staying = [row for row, each in enumerate(running) if not each.done]
+            if len(staying) < len(running):
+                done |= {each.index: leave(each, proposer) for each in running if each.done}
+                running = [running[row] for row in staying]
+                if running:
+                    target.select(cache, staying, max(each.rows for each in running))
+                else:
+                    cache = None
+    return Run([done[index] for index in range(len(requests))], passes, watch.seconds)
+
+
 def generate(
     target: Target,
     head: DraftHead | None,
@@ -71,82 +189,113 @@ def generate(
     generator: torch.Generator | None = None,
     typical: Typical | None = None,
 ) -> Generation:
-    """Decode ``prompt`` (token ids) for at most ``max_new`` tokens, drafting in ``form`` with ``head``.
-
-    Greedy decoding emits the target's own greedy text; sampling emits its own distribution. ``sampled_drafts`` draws the
-    drafts from the head instead of taking its most likely ones; both are lossless. ``typical`` is not. Without a head or
-    with the form ``none`` this is plain decoding. Raises UserError for a prompt that leaves no room in the target's context
-    and for what does not go together.
-    """
-    check(target, prompt, form, sampling, sampled_drafts, typical)
-    form = fitted(form, head)
-    budget = min(max_new, target.max_positions - len(prompt))
-    taps = head.config.taps if head else []
-    state = head.new_state() if head else None
-    cache, watch = target.new_cache(), Stopwatch(target.device)
-    device, shape = target.device, NONE
-    seen, depths = ancestry(shape, device)
-    proposed: list[int] = []
-    accepted: list[int] = []
-    drafted = 0
-    drawn = sampling if sampled_drafts else None
-    with watch.part("total"):
-        with watch.part("prefill"):
-            logits, rows = target.prefill(torch.tensor(prompt, device=device), cache, taps)
-            emitted = [choose(logits, GREEDY if typical else sampling, generator)]
-        new, ids = emitted, [*prompt, *emitted]  # ids: the token of every new row, and the one behind the last
-        while len(emitted) < budget and not target.eos_ids.intersection(new):
-            past = len(prompt) + len(emitted) - 1  # rows in the cache; the last emitted token is not among them
-            cut = form.cut(target.max_positions - 1 - past)
-            draft = NOTHING
-            if head is not None and cut.length:
-                with watch.part("draft"):
-                    known = torch.tensor(ids, device=device)
-                    draft = write_draft(head, state, rows, known, cut, target, drawn, generator)
-            if draft.shape is not shape:
-                shape = draft.shape
-                seen, depths = ancestry(shape, device)
-            tokens = [emitted[-1], *draft.tokens]
-            with watch.part("target"):
-                logits, rows = target.verify(torch.tensor(tokens, device=device), past + depths, seen, cache, taps)
-                path, bonus = accept(logits, draft, sampling, generator, typical)
-            index = torch.tensor(path, device=device)
-            target.keep(cache, past, index)
-            rows = rows.rows(index)
-            ids = [*(tokens[node] for node in path), bonus]
-            new = ids[1:]
-            emitted = emitted + new
-            if draft.tokens:
-                proposed.append(shape.length)
-                accepted.append(len(path) - 1)
-                drafted += len(draft.tokens)
-    emitted, ended = truncate(emitted, budget, target.eos_ids)
-    return Generation(emitted, proposed, accepted, ended, watch.seconds, drafted)
+    """Decode one prompt with a head that drafts in ``form``; without a head or with the form ``none``, plainly."""
+    proposer = HeadProposer(head, form, sampled_drafts) if head else None
+    return decode(target, proposer, [Request(prompt, max_new, generator)], sampling, typical=typical).generations[0]
 
 
-def check(
-    target: Target, prompt: list[int], form: Form, sampling: Sampling, sampled_drafts: bool, typical: Typical | None
-) -> None:
+def check(target: Target, prompt: list[int]) -> None:
     if not prompt:
         raise UserError("the prompt has no tokens: give at least one.")
     if len(prompt) >= target.max_positions:
         raise UserError(f"the prompt has {len(prompt)} tokens and {target.name}'s context {target.max_positions}: shorten it.")
-    if sampled_drafts and isinstance(form, Dynamic | Beam):
-        raise UserError(f"{form.name} takes the head's likeliest tokens: leave out --sampled-drafts or draft a chain or tree.")
-    if typical and (sampled_drafts or sampling.greedy):
-        raise UserError(
-            "--lossy-typical judges likeliest tokens at a --temperature above 0: set one, without --sampled-drafts."
-        )
-    if sampled_drafts and sampling.greedy:
-        raise UserError("--sampled-drafts draws drafts at a --temperature above 0: set one, or leave it out.")
 
 
-def ancestry(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Who sees whom: bool [nodes, nodes], True for ancestors and self; and every node's depth [nodes]."""
-    seen = np.eye(len(shape.depths), dtype=bool)
-    for node, parent in enumerate(shape.parents, start=1):
-        seen[node] |= seen[parent]
-    return torch.from_numpy(seen).to(device), torch.tensor(shape.depths, device=device)
+def admit(
+    target: Target, proposer: Proposer | None, index: int, request: Request, sampling: Sampling
+) -> tuple[Running, Any]:
+    """Read a prompt and emit its first token: the sequence, and its cache."""
+    began, cache = time.perf_counter(), target.new_cache()
+    state = proposer.begin(request.prompt) if proposer else None
+    ids = torch.tensor(request.prompt, device=target.device)
+    logits, rows = target.prefill(ids, cache, proposer.taps if proposer else [])
+    first = choose(logits, sampling, request.generator)
+    text = Text(list(request.prompt), len(request.prompt), state, rows, 0, sampling, request.generator)
+    budget = min(request.max_new, target.max_positions - len(request.prompt))
+    new = Running(index, request, budget, text, began, time.perf_counter() - began)
+    new.take([first], target)
+    return new, cache
+
+
+def leave(ended: Running, proposer: Proposer | None) -> Generation:
+    """What a finished sequence gave."""
+    if proposer:
+        proposer.finish(ended.text)
+    seconds = {"prefill": ended.prefill, "total": time.perf_counter() - ended.began}
+    return Generation(ended.kept, ended.proposed, ended.accepted, ended.ended, seconds, ended.drafted, ended.paced)
+
+
+def advance(
+    target: Target,
+    proposer: Proposer | None,
+    running: list[Running],
+    cache: Any,
+    sampling: Sampling,
+    typical: Typical | None,
+    full: int,
+) -> Pass:
+    """Draft for every sequence, verify all drafts in one pass, and let every sequence keep what it accepts."""
+    watch = Stopwatch(target.device)
+    with watch.part("total"):
+        drafts = [NOTHING] * len(running)
+        if proposer:
+            for each in running:
+                each.text.room = target.max_positions - 1 - each.rows
+            with watch.part("draft"):
+                drafts = proposer.propose([each.text for each in running], target)
+        with watch.part("target"):
+            lengths = [each.rows for each in running]
+            tokens, depths, seen = laid_out(drafts, [each.text.tokens[-1] for each in running], target.device)
+            positions = torch.tensor(lengths, device=target.device)[:, None] + depths
+            logits, rows = target.verify(tokens, positions, seen, lengths, cache, proposer.taps if proposer else [])
+        paths, news = [], []
+        for row, (each, draft) in enumerate(zip(running, drafts, strict=True)):
+            nodes = len(draft.tokens) + 1
+            path, bonus = accept(logits[row, :nodes], draft, sampling, each.text.generator, typical)
+            if draft.aside and proposer:
+                proposer.learn(each.text, draft, logits[row, nodes : nodes + len(draft.aside.tokens)])
+            each.text.fresh = rows.rows((row, path))
+            each.proposed.append(draft.shape.length)
+            each.accepted.append(len(path) - 1)
+            each.drafted += len(draft.tokens)
+            paths.append(path)
+            news.append([*(draft.tokens[node - 1] for node in path[1:]), bonus])
+        target.keep(cache, lengths, paths)
+        kept = [each.take(new, target) for each, new in zip(running, news, strict=True)]
+    seconds = watch.seconds
+    if len(running) == full:
+        for each, new in zip(running, kept, strict=True):
+            each.paced = (each.paced[0] + new, each.paced[1] + seconds["total"] / full)
+    return Pass(len(running), tokens.shape[1], seconds.get("draft", 0.0), seconds["target"], seconds["total"])
+
+
+def laid_out(drafts: list[Draft], roots: list[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """The trees of a pass side by side: tokens and depths [batch, nodes] and who sees whom [batch, nodes, nodes].
+
+    Every row is its root, the draft, the draft's aside, and filling that sees itself alone.
+    """
+    sizes = [1 + len(draft.tokens) + (len(draft.aside.tokens) if draft.aside else 0) for draft in drafts]
+    tokens = np.zeros((len(drafts), max(sizes)), dtype=np.int64)
+    depths = np.zeros_like(tokens)
+    seen = np.broadcast_to(np.eye(max(sizes), dtype=bool), (len(drafts), max(sizes), max(sizes))).copy()
+    for row, (draft, root) in enumerate(zip(drafts, roots, strict=True)):
+        tokens[row, 0] = root
+        first = 1
+        for part in (draft, draft.aside):
+            if part is None or not part.tokens:
+                continue
+            here = slice(first, first + len(part.tokens))
+            tokens[row, here], depths[row, here] = part.tokens, part.shape.depths[1:]
+            seen[row, here, 0], seen[row, here, here] = True, part.shape.seen[1:, 1:]
+            first = here.stop
+    return (*(torch.from_numpy(array).to(device) for array in (tokens, depths, seen)),)  # type: ignore[return-value]
+
+
+def stopped(tokenizer: Any, tokens: list[int], stop: tuple[str, ...]) -> int | None:
+    """How many tokens it takes until one of the texts appears; None where none does."""
+    if not any(text in tokenizer.decode(tokens) for text in stop):
+        return None
+    return next(end for end in range(1, len(tokens) + 1) if any(text in tokenizer.decode(tokens[:end]) for text in stop))
 
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator | None) -> int:

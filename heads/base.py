@@ -22,6 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
+import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
@@ -139,6 +140,14 @@ class Shape:
         """For every depth but the deepest its nodes that have children: those a head must read to draft the next depth."""
         return tuple(tuple(node for node in self.level(depth) if self.families[node]) for depth in range(self.length))
 
+    @cached_property
+    def seen(self) -> np.ndarray:
+        """Who sees whom: bool [nodes + 1, nodes + 1], True where the column is the row's ancestor or itself."""
+        found = np.eye(len(self.depths), dtype=bool)
+        for node, parent in enumerate(self.parents, start=1):
+            found[node] |= found[parent]
+        return found
+
     def cut(self, depth: int) -> "Shape":
         """The same shape without the nodes deeper than ``depth``; itself where it has none."""
         if depth >= self.length:
@@ -153,12 +162,14 @@ class Draft:
 
     ``tokens`` [nodes]: target ids. ``shape``: who hangs where. ``q`` [nodes + 1, V]: for each node (root first) the
     distribution its children were drawn from, without replacement and in rank order; None when they are simply the
-    most likely ones, so that nothing about their choice is random.
+    most likely ones, so that nothing about their choice is random. ``aside``: another tree under the same root, which the
+    target reads in the same pass and which is never followed.
     """
 
     tokens: list[int]
     shape: Shape
     q: Tensor | None = None
+    aside: "Draft | None" = None
 
 
 @dataclass(frozen=True)

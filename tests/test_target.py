@@ -27,10 +27,9 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from draftsmith.errors import UserError
 from draftsmith.eval.tree import chain, full
-from draftsmith.eval.verifier import ancestry
 from draftsmith.fetch import DEMO_TARGET, load_tokenizer, local_path
 from draftsmith.heads.base import Shape
-from draftsmith.target import Target
+from draftsmith.target import Features, Target
 
 DEPTH, VOCAB, HIDDEN = 4, 96, 32
 SIZES: dict[str, Any] = dict(
@@ -188,8 +187,15 @@ def run_tree(target: Target, prefix: Tensor, tokens: Tensor, shape: Shape, taps:
     """Prefill, then one verify pass: the cache, its logits and features."""
     cache = target.new_cache()
     target.prefill(prefix, cache, taps)
-    seen, depths = ancestry(shape, target.device)
-    return cache, *target.verify(tokens, len(prefix) + depths, seen, cache, taps)
+    logits, features = verify_one(target, tokens, len(prefix), shape, cache, taps)
+    return cache, logits, features
+
+
+def verify_one(target: Target, tokens: Tensor, past: int, shape: Shape, cache: Any, taps: list[int]) -> tuple[Tensor, Features]:
+    """A verify pass of one sequence: logits [nodes, V] and features [nodes]."""
+    positions, seen = past + torch.tensor(shape.depths), torch.from_numpy(shape.seen)
+    logits, features = target.verify(tokens[None], positions[None], seen[None], [past], cache, taps)
+    return logits[0], features.rows(0)
 
 
 @pytest.mark.parametrize("shape", [Shape("none", (), ()), chain(5), full([3, 2, 1])], ids=lambda s: s.name)
@@ -220,7 +226,7 @@ def test_case_20c_after_a_rejection_the_cache_is_a_fresh_prefill(target: Target,
     shape = full([3, 2])
     prefix, tokens = random_ids(13), random_ids(len(shape.parents) + 1, seed=2)
     cache, *_ = run_tree(target, prefix, tokens, shape, [])
-    target.keep(cache, len(prefix), torch.tensor(path))
+    target.keep(cache, [len(prefix)], [path])
     fresh = target.new_cache()
     target.prefill(torch.cat([prefix, tokens[path]]), fresh, [])
     assert cache.get_seq_length() == len(prefix) + len(path)
@@ -229,9 +235,8 @@ def test_case_20c_after_a_rejection_the_cache_is_a_fresh_prefill(target: Target,
         close(ours.keys, theirs.keys)
         close(ours.values, theirs.values)
     following = random_ids(4, seed=3)
-    seen, depths = ancestry(chain(3), target.device)
-    positions = len(prefix) + len(path) + depths
-    ours, theirs = (target.verify(following, positions, seen, c, [])[0] for c in (cache, fresh))
+    past = len(prefix) + len(path)
+    ours, theirs = (verify_one(target, following, past, chain(3), c, [])[0] for c in (cache, fresh))
     close(ours, theirs)
 
 

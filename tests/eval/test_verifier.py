@@ -12,8 +12,9 @@ from torch import Tensor
 
 from draftsmith.errors import UserError
 from draftsmith.eval import verifier
+from draftsmith.eval.proposers import HeadProposer
 from draftsmith.eval.tree import NONE, chain, full, parse
-from draftsmith.eval.verifier import Generation, generate, truncate
+from draftsmith.eval.verifier import Generation, Request, decode, generate, truncate
 from draftsmith.heads import drafting
 from draftsmith.heads.base import DraftHead, Guess, Shape
 from draftsmith.heads.drafting import Form
@@ -223,10 +224,10 @@ def test_a_form_of_likeliest_tokens_is_not_drawn(lively_target: Target, form: st
 def test_without_a_head_decoding_is_plain(lively_target: Target, texts: list[list[int]], shape: Shape) -> None:
     for prompt, text in zip(PROMPTS[:5], texts, strict=False):
         result = generate(lively_target, None, prompt, shape, NEW)
-        assert result.tokens == text and result.accepted == result.proposed == []
+        assert result.tokens == text and set(result.accepted) == set(result.proposed) == {0}
     head = random_head("eagle3", lively_target)
     result = generate(lively_target, head, PROMPTS[0], NONE, NEW)
-    assert result.tokens == texts[0] and result.accepted == []
+    assert result.tokens == texts[0] and set(result.proposed) == {0}
 
 
 def test_every_pass_reads_only_new_tokens(lively_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,21 +236,88 @@ def test_every_pass_reads_only_new_tokens(lively_target: Target, monkeypatch: py
     head, seen = Sure(known(PROMPTS[1], text)), []
     verify, begin = lively_target.verify, head.begin
     monkeypatch.setattr(
-        lively_target, "verify", lambda tokens, *rest: seen.append(("verify", len(tokens))) or verify(tokens, *rest)
+        lively_target, "verify", lambda tokens, *rest: seen.append(("verify", tokens.shape[1])) or verify(tokens, *rest)
     )
     monkeypatch.setattr(head, "begin", lambda s, f, ids, t: seen.append(("begin", len(f.last))) or begin(s, f, ids, t))
     generate(lively_target, head, PROMPTS[1], chain(3), 9)
     assert seen == [("begin", len(PROMPTS[1])), ("verify", 4), ("begin", 4), ("verify", 4)]
 
 
-@pytest.mark.parametrize(("shape", "often"), [("none", 1), ("tree:2x2", 2), ("chain:3", 2)])
-def test_who_sees_whom_is_worked_out_once_for_a_static_shape(
-    lively_target: Target, monkeypatch: pytest.MonkeyPatch, shape: str, often: int
+# -- several sequences in a pass -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4, 7])
+@pytest.mark.parametrize("shape", ["none", "chain:3", "tree:3x2x1", "dynamic:8,k=2,depth=4", "chain:5,stop=0.01"])
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+def test_a_batch_writes_what_every_sequence_writes_alone(
+    lively_target: Target, texts: list[list[int]], kind: str, shape: str, batch: int
 ) -> None:
-    work_out, asked = verifier.ancestry, []
-    monkeypatch.setattr(verifier, "ancestry", lambda shape, device: asked.append(shape) or work_out(shape, device))
-    generate(lively_target, random_head("eagle3", lively_target), PROMPTS[1], parse(shape), 12)
-    assert len(asked) == often
+    if kind == "medusa" and shape.startswith("chain:5"):
+        shape = "chain:4,stop=0.01"
+    proposer = HeadProposer(random_head(kind, lively_target), parse(shape))
+    budgets = [1 + i % NEW for i in range(len(PROMPTS))]  # so that they end at different times
+    asked = [Request(prompt, budget) for prompt, budget in zip(PROMPTS, budgets, strict=True)]
+    run = decode(lively_target, proposer, asked, batch=batch)
+    assert [g.tokens for g in run.generations] == [t[:n] for t, n in zip(texts, budgets, strict=True)]
+    assert max(each.active for each in run.passes) == batch
+    alone = [generate(lively_target, proposer.head, r.prompt, parse(shape), r.max_new) for r in asked[:12]]
+    assert [g.accepted for g in run.generations[:12]] == [g.accepted for g in alone]
+
+
+class Knowing(Oracle):
+    """Knows the texts of several prompts, each half of the time."""
+
+    def __init__(self, known_texts: list[list[int]]) -> None:
+        super().__init__([])
+        self.known = known_texts
+
+    def logits(self, committed: list[int], path: list[int]) -> Tensor:
+        read = [*committed, *path]
+        text = next(t for t in self.known if t[: len(committed)] == committed)
+        row = torch.zeros(128)
+        row[([*text, *[0] * 9])[len(read)] if hash(tuple(read)) % 2 else 0] = 1
+        return row
+
+
+@pytest.mark.parametrize("batch", [2, 4])
+def test_sequences_of_a_batch_accept_different_lengths(lively_target: Target, batch: int) -> None:
+    """With drafts that are right half of the time: cache, features and texts stay each sequence's own."""
+    asked = [Request(prompt, 24) for prompt in PROMPTS[:9]]
+    plain = decode(lively_target, None, asked).generations
+    head = Knowing([known(r.prompt, g.tokens) for r, g in zip(asked, plain, strict=True)])
+    run = decode(lively_target, HeadProposer(head, parse("chain:3")), asked, batch=batch)
+    assert [g.tokens for g in run.generations] == [g.tokens for g in plain]
+    spread = {accepted for g in run.generations for accepted in g.accepted}
+    assert spread == {0, 1, 2, 3}
+    for generation in run.generations:
+        assert generation.paced[0] <= len(generation.tokens) - 1
+    assert sum(g.paced[1] for g in run.generations) == pytest.approx(
+        sum(p.total for p in run.passes if p.active == batch), rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_sequences_own_generator_gives_its_text_at_any_batch_size(sampled: bool) -> None:
+    target: Any = TableTarget()
+    head = TableHead(tables(1) + tables(2, 0.7), [0, 1, 2, 4, 5, 7])
+
+    def texts_at(batch: int) -> list[list[int]]:
+        asked = [Request(PROMPT, 5 + i, torch.Generator().manual_seed(i)) for i in range(9)]
+        found = decode(target, HeadProposer(head, full([2, 2]), sampled), asked, WARM, batch).generations
+        return [generation.tokens for generation in found]
+
+    assert texts_at(1) == texts_at(3) == texts_at(4)
+    assert len({tuple(text[:5]) for text in texts_at(1)}) > 3
+
+
+def test_a_text_ends_where_a_stop_text_appears(tiny_target: Target) -> None:
+    prompt = tiny_target.tokenizer("tell me", add_special_tokens=False)["input_ids"]
+    plain = generate(tiny_target, None, prompt, NONE, 20).tokens
+    text = tiny_target.tokenizer.decode(plain)
+    stop = text[3:5]
+    (found,) = decode(tiny_target, None, [Request(prompt, 20, stop=(stop, "never written"))]).generations
+    assert found.ended and found.tokens == plain[: len(found.tokens)]
+    assert stop in tiny_target.tokenizer.decode(found.tokens) and stop not in tiny_target.tokenizer.decode(found.tokens[:-1])
 
 
 @pytest.mark.parametrize(
@@ -290,29 +358,42 @@ class TableTarget:
     max_positions: int = 1000
     eos_ids: frozenset[int] = frozenset()
 
-    def new_cache(self) -> list[int]:
+    def new_cache(self) -> list[list[int]]:
         return []
 
-    def prefill(self, ids: Tensor, cache: list[int], taps: list[int]) -> tuple[Tensor, Features]:
-        cache += ids.tolist()
-        return look_up(self.table, cache), Features(torch.zeros(len(ids), 0), torch.zeros(len(ids), 1))
+    def prefill(self, ids: Tensor, cache: list[list[int]], taps: list[int]) -> tuple[Tensor, Features]:
+        cache.append(ids.tolist())
+        return look_up(self.table, cache[0]), Features(torch.zeros(len(ids), 0), torch.zeros(len(ids), 1))
 
     def verify(
-        self, tokens: Tensor, positions: Tensor, seen: Tensor, cache: list[int], taps: list[int]
+        self, tokens: Tensor, positions: Tensor, seen: Tensor, lengths: list[int], cache: list[list[int]], taps: list[int]
     ) -> tuple[Tensor, Features]:
-        read, places = tokens.tolist(), positions.tolist()
+        assert lengths == [len(own) for own in cache]
         texts = []
-        for family in seen.tolist():
-            path = sorted((places[i], read[i]) for i, own in enumerate(family) if own)
-            assert [place for place, _ in path] == list(range(len(cache), len(cache) + len(path)))
-            texts.append(cache + [token for _, token in path])
-        cache += read
+        for row, own in enumerate(cache):
+            read, places = tokens[row].tolist(), positions[row].tolist()
+            for i, family in enumerate(seen[row].tolist()):
+                path = sorted((places[j], read[j]) for j, of in enumerate(family) if of)
+                filling = i and family == [i == j for j in range(len(family))]
+                assert filling or [at for at, _ in path] == list(range(len(own), len(own) + len(path)))
+                texts.append(own + [token for _, token in path])
+            own += read
         logits = self.table[[t[-2] for t in texts], [t[-1] for t in texts], [len(t) % 2 for t in texts]]
-        return logits, Features(torch.zeros(len(tokens), 0), torch.zeros(len(tokens), 1))
+        empty = Features(torch.zeros(*tokens.shape, 0), torch.zeros(*tokens.shape, 1))
+        return logits.view(*tokens.shape, -1), empty
 
     @staticmethod
-    def keep(cache: list[int], past: int, path: Tensor) -> None:
-        cache[past:] = [cache[past + i] for i in path.tolist()]
+    def keep(cache: list[list[int]], lengths: list[int], paths: list[list[int]]) -> None:
+        for own, length, path in zip(cache, lengths, paths, strict=True):
+            own[length:] = [own[length + node] for node in path]
+
+    @staticmethod
+    def join(cache: list[list[int]] | None, other: list[list[int]]) -> list[list[int]]:
+        return (cache or []) + other
+
+    @staticmethod
+    def select(cache: list[list[int]], rows: list[int], width: int) -> None:
+        cache[:] = [cache[row] for row in rows]
 
 
 class TableHead(ScriptedHead):

@@ -1,0 +1,142 @@
+"""What drafts for the verifier: a head in a form, or a look-up that needs no training."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import UserError
+from ..heads.base import Draft, DraftHead, Shape
+from ..heads.drafting import Adaptive, Form
+from ..heads.drafting import draft as write_draft
+from ..heads.growing import Beam, Dynamic
+from ..sampling import Sampling
+from ..target import Features, Target
+from .tree import NONE, fitted
+
+NOTHING = Draft([], NONE)
+
+
+@dataclass
+class Text:
+    """One sequence being decoded, as its proposer sees it.
+
+    ``tokens``: the prompt and all that was emitted; the target has read all but the last. ``prompt``: how many of them are
+    the prompt's. ``state``: what the proposer's ``begin`` returned. ``fresh``: the target's rows of the tokens it has read
+    since the last draft, the last but one among them. ``room``: the deepest draft that still fits into the context.
+    ``sampling`` and ``generator``: how the target's tokens are drawn.
+    """
+
+    tokens: list[int]
+    prompt: int
+    state: Any
+    fresh: Features
+    room: int
+    sampling: Sampling
+    generator: torch.Generator | None
+
+
+class Proposer(Protocol):
+    """One proposer drafts for many sequences; what it knows of one is in the sequence's state.
+
+    ``name``: as reports call it. ``taps``: what the target's passes shall tap for it. ``length``: its deepest draft.
+    ``adapts``: whether it changes the target inside ``adapted``.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def taps(self) -> Sequence[int]: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def adapts(self) -> bool: ...
+
+    def described(self) -> dict[str, Any]:
+        """The draft's form: kind, name, length and nodes at most, a static tree's paths, what stops it early."""
+        ...
+
+    def adapted(self, target: Target) -> AbstractContextManager[None]:
+        """Inside, the target is the one whose text the drafts keep."""
+        ...
+
+    def begin(self, prompt: list[int]) -> Any:
+        """The state of a new sequence."""
+        ...
+
+    def propose(self, texts: list[Text], target: Target) -> list[Draft]:
+        """A draft for each of the sequences, ``NOTHING`` where there is none; never deeper than the text's ``room``."""
+        ...
+
+    def learn(self, text: Text, draft: Draft, logits: Tensor) -> None:
+        """Take in what the target says behind every node of ``draft.aside``: logits [nodes, V]."""
+        ...
+
+    def finish(self, text: Text) -> None:
+        """The sequence has ended."""
+        ...
+
+
+class HeadProposer:
+    """A draft head that drafts in ``form``. ``drawn``: drafts are drawn from the head instead of taking the likeliest."""
+
+    def __init__(self, head: DraftHead, form: Form, drawn: bool = False) -> None:
+        if drawn and isinstance(form, Dynamic | Beam):
+            raise UserError(
+                f"{form.name} takes the head's likeliest tokens: leave out --sampled-drafts or draft a chain or tree."
+            )
+        self.head, self.form, self.drawn = head, fitted(form, head), drawn
+
+    @property
+    def name(self) -> str:
+        return self.head.kind
+
+    @property
+    def taps(self) -> Sequence[int]:
+        return self.head.config.taps
+
+    @property
+    def length(self) -> int:
+        return self.form.length
+
+    @property
+    def adapts(self) -> bool:
+        return self.head.adapts
+
+    def adapted(self, target: Target) -> AbstractContextManager[None]:
+        return self.head.adapted(target)
+
+    def described(self) -> dict[str, Any]:
+        form = self.form
+        stop = form.stop if isinstance(form, Adaptive | Dynamic) else 0
+        by = "the confidence head" if isinstance(form, Adaptive) and self.head.confidence else "the draft's own probability"
+        return {
+            "kind": form.kind,
+            "name": form.name,
+            "length": form.length,
+            "nodes": form.nodes,
+            "paths": form.paths if isinstance(form, Shape) else None,
+            "stop": {"below": stop, "by": by} if stop else None,
+            "sampled": self.drawn,
+        }
+
+    def begin(self, prompt: list[int]) -> Any:
+        return self.head.new_state()
+
+    def propose(self, texts: list[Text], target: Target) -> list[Draft]:
+        return [self.draft(text, target) for text in texts]
+
+    def draft(self, text: Text, target: Target) -> Draft:
+        form = self.form.cut(text.room)
+        if not form.length:
+            return NOTHING
+        known = torch.tensor(text.tokens[-len(text.fresh.last) - 1 :], device=target.device)
+        drawn = text.sampling if self.drawn else None
+        return write_draft(self.head, text.state, text.fresh, known, form, target, drawn, text.generator)
+
+    def learn(self, text: Text, draft: Draft, logits: Tensor) -> None: ...
+
+    def finish(self, text: Text) -> None: ...
