@@ -2,13 +2,16 @@
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..console import Progress
 from ..errors import UserError
 from ..heads.base import DraftHead, Shape
+from ..heads.growing import Dynamic, grow
 from ..sampling import GREEDY, Sampling
 from ..target import Target
 from .prompts import Prompt
@@ -16,6 +19,7 @@ from .tree import NONE, Search, chain, from_paths
 from .verifier import generate
 
 SHARE = 4  # one prompt in so many is spent on the search
+MISS = -1  # the rank of a token that was not among the head's choices
 
 
 def spend(
@@ -40,7 +44,6 @@ def spend(
     return shape, prompts[spent:], {"prompts": spent, "accuracy": found, "expected_tau": expected}
 
 
-@torch.inference_mode()
 def accuracy(
     target: Target,
     head: DraftHead,
@@ -54,27 +57,79 @@ def accuracy(
 ) -> list[list[float]]:
     """``[depth][rank]``: how often the target's token was the head's rank-th choice, at every place of texts that the target
     writes by itself, given that all drafts before it were right."""
+    texts = walk(target, head, prompts, depths, ranks, max_new, sampling, generator, show)
+    return shares([place for text in texts for place in text], depths, min(ranks, head.config.draft_vocab_size))
+
+
+def shares(places: Sequence["Place"], depths: int, ranks: int) -> list[list[float]]:
+    """``[depth][rank]``: of the places whose text goes that far, the share with the token on that rank."""
+    found = []
+    for depth in range(depths):
+        own = [place.ranks[depth] for place in places if len(place.ranks) > depth]
+        found.append([own.count(rank) / max(1, len(own)) for rank in range(ranks)])
+    return found
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place of a text. ``ranks``: for every depth the rank that the head gave the text's token, all before it right, or
+    MISS; fewer at the end of the text. ``grown``: the candidates for a dynamic tree, and which of them are the text's."""
+
+    ranks: tuple[int, ...]
+    grown: "Candidates | None" = None
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """``scores`` float32 and ``depths`` of a dynamic tree's candidates, parents first; ``right``: the numbers of those that
+    go along the text, from depth 1 on."""
+
+    scores: np.ndarray
+    depths: np.ndarray
+    right: tuple[int, ...]
+
+
+@torch.inference_mode()
+def walk(
+    target: Target,
+    head: DraftHead,
+    prompts: Sequence[Prompt],
+    depths: int,
+    ranks: int,
+    max_new: int,
+    sampling: Sampling = GREEDY,
+    generator: torch.Generator | None = None,
+    show: bool = False,
+    form: Dynamic | None = None,
+) -> list[list[Place]]:
+    """Let the target write texts, and ask the head at every place of them what it would have drafted, in ``form`` too."""
+    shape, texts = chain(depths), []
     ranks = min(ranks, head.config.draft_vocab_size)
-    hits, seen = torch.zeros(depths, ranks), torch.zeros(depths, 1)
-    shape = chain(depths)
-    with Progress("choosing a tree", len(prompts), show=show) as bar:
+    with Progress("choosing a draft", len(prompts), show=show) as bar:
         for prompt in prompts:
             given = prompt.ids(target)
             text = given + generate(target, None, given, NONE, max_new, sampling, generator=generator).tokens
             ids = torch.tensor(text, device=target.device)
             features = target.features(ids[None], head.config.taps)
-            state, first = head.new_state(), 0
+            places, first = [], 0
+            state, branching = head.new_state(), head.new_state()
             for row in range(len(given) - 1, len(text) - 2):
-                read = features.rows((0, slice(first, row + 1)))
-                guess, first = head.begin(state, read, ids[first : row + 2], target), row + 1
-                for depth, token in enumerate(ids[row + 2 : row + 2 + depths]):
+                read, known = features.rows((0, slice(first, row + 1))), ids[first : row + 2]
+                following, first = ids[row + 2 : row + 2 + depths], row + 1
+                grown = None
+                if form:
+                    tree = grow(head, branching, head.begin(branching, read, known, target), form, target)
+                    grown = Candidates(tree.scores[1:], tree.depths[1:], tree.follow(following.tolist()))
+                guess, own = head.begin(state, read, known, target), []
+                for depth, token in enumerate(following):
                     if depth:
-                        guess = head.deepen(state, [depth], ids[row + 1 + depth, None], shape, target)
+                        guess = head.deepen(state, [depth], following[depth - 1, None], shape, target)
                     choices = head.target_ids[guess.logits[0].topk(ranks).indices]
-                    hits[depth] += (choices == token).cpu()
-                    seen[depth] += 1
+                    own.append(next(iter((choices == token).nonzero().flatten().tolist()), MISS))
+                places.append(Place(tuple(own), grown))
+            texts.append(places)
             bar.advance()
-    return (hits / seen.clamp_min(1)).tolist()
+    return texts
 
 
 def search(accuracy: list[list[float]], nodes: int) -> Shape:

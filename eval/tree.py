@@ -10,6 +10,7 @@ from ..heads.growing import Beam, Dynamic
 
 NONE = Shape("none", (), ())
 HINT = "write none, chain:5, chain:8,stop=0.3, tree:4x2x1, a list of paths [[0],[1],[0,0]], dynamic:24,k=10,depth=8 or beam:4x5"
+WISHES = "write search:24, search:24,k=10,depth=8, auto, auto:64, chain:8,adapt or chain:8,adapt=0.2"
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,39 @@ class Search:
     @property
     def name(self) -> str:
         return f"search:{self.nodes},k={self.width},depth={self.length}"
+
+
+@dataclass(frozen=True)
+class Paced:
+    """A chain of at most ``length`` tokens: how many, follows before every pass from how the drafts before it have fared.
+
+    ``costs``: seconds of a pass with a draft of 0, 1, … ``length`` tokens, in multiples of a pass without; empty where they
+    are still to be measured.
+    """
+
+    length: int
+    costs: tuple[float, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"chain:{self.length},adapt"
+
+
+@dataclass(frozen=True)
+class Auto:
+    """The form that pays best on this machine, none included, still to be found: of at most ``nodes`` tokens, ``length``
+    deep, of the ``width`` best ranks."""
+
+    nodes: int = 64
+    width: int = 10
+    length: int = 8
+
+    @property
+    def name(self) -> str:
+        return f"auto:{self.nodes},k={self.width},depth={self.length}"
+
+
+Wish = Search | Paced | Auto  # what has to be settled for a head, a target and a machine
 
 
 def chain(length: int) -> Shape:
@@ -79,16 +113,34 @@ def parse(text: str) -> Form:
     raise UserError(f"--tree {text!r} is no draft shape: {HINT}.")
 
 
-def parse_or_search(text: str) -> Form | Search:
-    """Read a form as ``parse`` does, or a wish for one: ``search:24`` or ``search:24,k=10,depth=8``."""
-    if not text.startswith("search:"):
-        return parse(text)
+def parse_or_search(text: str) -> Form | Wish:
+    """Read a form as ``parse`` does, or a wish for one: ``search:24``, ``auto``, ``auto:64`` or ``chain:8,adapt``.
+
+    ``chain:8,adapt=0.2`` needs no measurement: every drafted token costs a fifth of a pass.
+    """
+    if text == "auto":
+        return Auto()
+    kind, _, rest = text.partition(":")
+    size, *settings = rest.split(",")
     try:
-        size, *settings = text.removeprefix("search:").split(",")
-        given = Settings(settings, {"k", "depth"})
-        return Search(positive(size), given.count("k", 10), given.count("depth", 8))
+        if kind == "search":
+            given = Settings(settings, {"k", "depth"})
+            return Search(positive(size), given.count("k", 10), given.count("depth", 8))
+        if kind == "auto":
+            given = Settings(settings, {"k", "depth"})
+            return Auto(positive(size), given.count("k", 10), given.count("depth", 8))
+        if kind == "chain" and any(setting.split("=")[0] == "adapt" for setting in settings):
+            return paced(positive(size), settings)
     except ValueError as error:
-        raise UserError(f"--tree {text!r} cannot be read ({error}): write search:24 or search:24,k=10,depth=8.") from error
+        raise UserError(f"--tree {text!r} cannot be read ({error}): {WISHES}.") from error
+    return parse(text)
+
+
+def paced(length: int, settings: list[str]) -> Paced:
+    if settings == ["adapt"]:
+        return Paced(length)
+    each = Settings(settings, {"adapt"}).chance("adapt")
+    return Paced(length, tuple(1 + each * drafted for drafted in range(length + 1)))
 
 
 class Settings:

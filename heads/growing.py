@@ -5,6 +5,7 @@ choice is the likeliest one and nothing is drawn, so verification needs no draft
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -149,6 +150,25 @@ class Growth:
         tokens = torch.as_tensor(self.tokens[frontier], device=self.target.device)
         self.guess = self.head.deepen(self.state, nodes, tokens, self.shape, self.target)
         self.frontier = frontier
+
+    @property
+    def depths(self) -> np.ndarray:
+        """The depth of every candidate, the root included."""
+        found = np.zeros(len(self.scores), np.int64)
+        for number, parent in enumerate(self.parents[1:].tolist(), start=1):
+            found[number] = found[parent] + 1
+        return found
+
+    def follow(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """The candidates along a text behind the root, as far as there are any."""
+        path = [0]
+        for token in tokens:
+            found = np.flatnonzero((self.parents == path[-1]) & (self.tokens == token))
+            found = found[found > 0]
+            if not len(found):
+                break
+            path.append(int(found[0]))
+        return tuple(path[1:])
 
     def draft(self, kept: np.ndarray, name: str) -> Draft:
         """A draft of these candidates, rising, whose parents are among them."""

@@ -1,9 +1,11 @@
 """Draft shapes: what can be written, what they are, what is refused."""
 
+import re
+
 import pytest
 
 from draftsmith.errors import UserError
-from draftsmith.eval.tree import NONE, Search, chain, from_paths, full, parse, parse_or_search
+from draftsmith.eval.tree import NONE, Auto, Paced, Search, chain, from_paths, full, parse, parse_or_search
 from draftsmith.heads.base import Shape
 from draftsmith.heads.drafting import Adaptive
 from draftsmith.heads.growing import Beam, Dynamic
@@ -53,12 +55,20 @@ def test_children_come_best_first_whatever_their_place() -> None:
         ("beam:4x5", Beam(4, 5)),
         ("search:24", Search(24, 10, 8)),
         ("search:24,depth=3,k=4", Search(24, 4, 3)),
+        ("auto:64", Auto(64, 10, 8)),
+        ("auto:12,depth=3,k=4", Auto(12, 4, 3)),
+        ("chain:8,adapt", Paced(8)),
     ],
 )
 def test_what_can_be_written(text: str, shape: object) -> None:
     found = parse_or_search(text)
     assert found == shape
     assert text.startswith("[") or parse_or_search(found.name) == found
+
+
+def test_what_is_short_for_something_longer() -> None:
+    assert parse_or_search("auto") == Auto(64, 10, 8)
+    assert parse_or_search("chain:2,adapt=0.25") == Paced(2, (1.0, 1.25, 1.5))
 
 
 def test_a_tree_is_written_as_its_paths() -> None:
@@ -87,7 +97,8 @@ def test_cut(depth: int) -> None:
         "", "chain", "chain:", "chain:0", "chain:-1", "chain:x", "tree:", "tree:2x0", "tree:2xa", "tree:2x", "[[0],[0,0]",
         "chain:5,stop", "chain:5,stop=0", "chain:5,stop=1", "chain:5,stop=x", "chain:5,k=3", "dynamic:", "dynamic:0",
         "dynamic:9,k=0", "dynamic:9,nodes=3", "dynamic:9,depth=x", "beam:4", "beam:4x", "beam:4x5x6", "beam:0x2",
-        "beam:4x5,k=2", "search:x", "search:9,stop=0.1", "tree:2x2,k=3", "none,k=3",
+        "beam:4x5,k=2", "search:x", "search:9,stop=0.1", "auto:", "auto:0", "auto:9,stop=0.1", "auto,k=3",
+        "chain:0,adapt", "chain:5,adapt=0", "chain:5,adapt,stop=0.3", "chain:5,adapt=2", "tree:2x2,k=3", "none,k=3",
         "[1,2]", "[[0,0]]", "[[1]]", "[[0],[0,1]]", "[[]]", '[["a"]]', "[[0],[-1]]", "[[0.5]]", "[]", "3",
     ],
 )  # fmt: skip
@@ -96,6 +107,7 @@ def test_what_is_no_shape_is_refused_with_an_example(text: str) -> None:
         parse_or_search(text)
 
 
-def test_a_search_is_no_form_yet() -> None:
-    with pytest.raises(UserError, match="search:24"):
-        parse("search:24")
+@pytest.mark.parametrize("wish", ["search:24", "auto", "auto:8", "chain:8,adapt"])
+def test_a_wish_is_no_form_yet(wish: str) -> None:
+    with pytest.raises(UserError, match=re.escape(wish)):
+        parse(wish)
