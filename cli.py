@@ -13,6 +13,7 @@ from .errors import UserError
 from .eval.harness import measure
 from .eval.prompts import read_prompts
 from .eval.report import table, write_report
+from .eval.settle import settle
 from .eval.tree import parse_or_search
 from .eval.typical import read_typical
 from .heads.base import check_target, read_config
@@ -82,19 +83,10 @@ def evaluate(
         config, chosen = read_config(head), read_prompts(prompts)[:limit]
         loaded = Target.load(target or config.target.name, dtype, device)
         check_target(config, loaded, force)
-        result = measure(
-            loaded,
-            load_head(head).to(loaded.device),
-            chosen,
-            form,
-            max_new_tokens,
-            sampling,
-            sampled_drafts,
-            baseline,
-            seed,
-            True,
-            typical,
-        )
+        drafting = load_head(head).to(loaded.device)
+        proposer, rest, found = settle(loaded, drafting, form, chosen, max_new_tokens, sampling, sampled_drafts, 1, seed, True)
+        result = measure(loaded, proposer, rest, max_new_tokens, sampling, 1, baseline, seed, True, typical)
+        result["search"] = found
         about = {"head": str(head), "prompts": str(prompts), "dtype": str(loaded.dtype), "device": str(loaded.device)}
         write_report([result], partial, {**about, "max_new_tokens": max_new_tokens, "seed": seed})
     show({"results": [result], "out": str(out)}, as_json, table(result, {"report": out / "report.html"}))

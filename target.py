@@ -238,7 +238,12 @@ class Target:
 
     @torch.no_grad()
     def verify(
-        self, tokens: Tensor, positions: Tensor, ancestry: Tensor, lengths: Sequence[int], cache: DynamicCache,
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        ancestry: Tensor,
+        lengths: Sequence[int],
+        cache: DynamicCache,
         taps: Sequence[int],
     ) -> tuple[Tensor, Features]:
         """One pass over token trees [batch, nodes], each behind the cached prefix of its own sequence; node 0 is the root.

@@ -21,7 +21,6 @@ from ..heads.drafting import Form
 from ..sampling import GREEDY, Sampling, draw, probabilities
 from ..target import Target
 from .proposers import NOTHING, HeadProposer, Proposer, Text
-from .tree import NONE
 from .typical import Typical, accept_typical
 
 
@@ -201,9 +200,7 @@ def check(target: Target, prompt: list[int]) -> None:
         raise UserError(f"the prompt has {len(prompt)} tokens and {target.name}'s context {target.max_positions}: shorten it.")
 
 
-def admit(
-    target: Target, proposer: Proposer | None, index: int, request: Request, sampling: Sampling
-) -> tuple[Running, Any]:
+def admit(target: Target, proposer: Proposer | None, index: int, request: Request, sampling: Sampling) -> tuple[Running, Any]:
     """Read a prompt and emit its first token: the sequence, and its cache."""
     began, cache = time.perf_counter(), target.new_cache()
     state = proposer.begin(request.prompt) if proposer else None

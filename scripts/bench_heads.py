@@ -33,6 +33,7 @@ from draftsmith.data.extract import extract
 from draftsmith.data.tally import Tally
 from draftsmith.eval.harness import measure
 from draftsmith.eval.prompts import Prompt, read_prompts
+from draftsmith.eval.proposers import HeadProposer
 from draftsmith.eval.tree import parse
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.engines.registry import exports
@@ -120,7 +121,7 @@ def measured(target: Target, head: DraftHead, choosing: list[Prompt], prompts: l
     static = "tree:" + "x".join(map(str, STATIC[: min(len(STATIC), deepest)]))
 
     def tau(shape: str, asked: list[Prompt], baseline: int = 0, temperature: float = 0.0) -> dict[str, Any]:
-        return measure(target, head, asked, parse(shape), NEW_TOKENS, Sampling(temperature), baseline=baseline)
+        return measure(target, HeadProposer(head, parse(shape)), asked, NEW_TOKENS, Sampling(temperature), baseline=baseline)
 
     chosen = max((static, DYNAMIC), key=lambda shape: tau(shape, choosing)["tau"])
     plain, tree = tau(chain, prompts, COMPARED), tau(chosen, prompts)

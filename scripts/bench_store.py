@@ -24,6 +24,7 @@ from draftsmith.data.precision import DTYPES, bytes_per_token
 from draftsmith.data.tally import Tally
 from draftsmith.eval.harness import measure
 from draftsmith.eval.prompts import read_prompts
+from draftsmith.eval.proposers import HeadProposer
 from draftsmith.eval.tree import parse
 from draftsmith.heads.kinds import load_head
 from draftsmith.recipes.schema import load_recipe, shipped
@@ -73,7 +74,8 @@ def main() -> None:
             trained = train(load_recipe("demo", base + named))
             found[dtype] |= {"train_seconds": time.perf_counter() - began, "tau_sim": trained["tau_sim"]}
             head = load_head(place / f"run-{dtype}" / "head")
-            result = measure(target, head, prompts, parse(recipe.eval.tree), NEW_TOKENS, baseline=0, show=True)
+            proposer = HeadProposer(head, parse(recipe.eval.tree))
+            result = measure(target, proposer, prompts, NEW_TOKENS, baseline=0, show=True)
             found[dtype] |= {key: result[key] for key in ("tau", "tau_interval", "accepted_per_position")}
             note(f"{dtype}: {found[dtype]}")
     document = {

@@ -27,7 +27,8 @@ from draftsmith.data.chat import Encoded
 from draftsmith.data.features import Memory, OnlineFeatures
 from draftsmith.data.vocab import choose, count_tokens, special_ids
 from draftsmith.errors import UserError
-from draftsmith.eval.harness import NEAR_TIE, divergence, per_position, tau
+from draftsmith.eval.harness import NEAR_TIE, divergence
+from draftsmith.eval.measures import per_position, tau
 from draftsmith.eval.prompts import read_prompts
 from draftsmith.eval.tree import parse
 from draftsmith.eval.verifier import Generation, generate

@@ -11,6 +11,7 @@ from rich.console import Console
 from draftsmith.console import note
 from draftsmith.eval.harness import measure
 from draftsmith.eval.prompts import read_prompts
+from draftsmith.eval.proposers import HeadProposer
 from draftsmith.eval.report import table, write_report
 from draftsmith.eval.tree import parse
 from draftsmith.heads.engines.registry import export
@@ -34,7 +35,8 @@ def main() -> None:
     target, head = Target.load(recipe.target.name, "float32"), load_head(RUN / "head")
     # the first held-out prompts chose the head, so they do not measure it
     prompts = read_prompts(recipe.sources("held_out"))[recipe.eval.prompts :][:PROMPTS]
-    result = measure(target, head, prompts, parse(recipe.eval.tree), NEW_TOKENS, baseline=COMPARED, show=True)
+    proposer = HeadProposer(head, parse(recipe.eval.tree))
+    result = measure(target, proposer, prompts, NEW_TOKENS, baseline=COMPARED, show=True)
     with new_directory(RUN / "eval", force=True) as partial:
         write_report([result], partial, {"dtype": "float32", "max_new_tokens": NEW_TOKENS, "seed": 0})
     measured = time.perf_counter()

@@ -29,6 +29,7 @@ from draftsmith.data.features import Memory, OnlineFeatures
 from draftsmith.data.vocab import choose, count_tokens, special_ids
 from draftsmith.errors import UserError
 from draftsmith.eval.harness import NEAR_TIE, divergence
+from draftsmith.eval.measures import drafts as drafts_of
 from draftsmith.eval.prompts import read_prompts
 from draftsmith.eval.tree import chain
 from draftsmith.eval.verifier import Generation, generate
@@ -343,7 +344,7 @@ def compare(case: Case, prompts: list[list[int]], ours: list[Generation], engine
     for i, (own, theirs) in enumerate(zip(ours, engine["prompts"], strict=True)):
         same_text = own.tokens == theirs["tokens"]
         texts_equal += same_text
-        counts = (len(own.accepted), accepted(own, case.length))
+        counts = (drafts_of([own]), accepted(own, case.length))
         if not same_text and (tie := divergence(case.target, prompts[i], own.tokens, theirs["tokens"]))["margin"] < NEAR_TIE:
             ties.append({"prompt": i, **tie})
             continue
@@ -354,7 +355,7 @@ def compare(case: Case, prompts: list[list[int]], ours: list[Generation], engine
             )
     mine = total([accepted(ours[i], case.length) for i in kept], case.length)
     other = total([engine["prompts"][i]["accepted"] for i in kept], case.length)
-    drafts = sum(len(ours[i].accepted) for i in kept)
+    drafts = drafts_of([ours[i] for i in kept])
     engine_drafts = sum(engine["prompts"][i]["drafts"] for i in kept)
     pairs = [(drafts, engine_drafts), *zip(mine, other, strict=True)]
     return {

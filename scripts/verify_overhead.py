@@ -15,10 +15,12 @@ from pathlib import Path
 import torch
 
 from draftsmith.console import Progress
-from draftsmith.eval.harness import shares, tau
+from draftsmith.eval.harness import shares
+from draftsmith.eval.measures import tau
 from draftsmith.eval.prompts import read_prompts
-from draftsmith.eval.tree import NONE, parse
-from draftsmith.eval.verifier import generate
+from draftsmith.eval.proposers import HeadProposer
+from draftsmith.eval.tree import parse
+from draftsmith.eval.verifier import Request, decode
 from draftsmith.fetch import DEMO_TARGET
 from draftsmith.heads.kinds import load_head
 from draftsmith.recipes.schema import shipped
@@ -45,10 +47,11 @@ def main() -> None:
             )
         return out.shape[1] - len(ids)
 
+    drafting = HeadProposer(head, parse(arguments.tree))
     decoders = {
         "transformers": library,
-        "plain": lambda ids: generate(target, None, ids, NONE, arguments.max_new),
-        "head": lambda ids: generate(target, head, ids, parse(arguments.tree), arguments.max_new),
+        "plain": lambda ids: decode(target, None, [Request(ids, arguments.max_new)]),
+        "head": lambda ids: decode(target, drafting, [Request(ids, arguments.max_new)]),
     }
     library(prompts[0].ids(target)[:8])  # warm up
     with Progress("decoding", len(prompts)) as bar:
@@ -57,19 +60,19 @@ def main() -> None:
             for name in names[i % 3 :] + names[: i % 3]:
                 began = time.perf_counter()
                 out = decoders[name](ids)
-                tokens = out if isinstance(out, int) else len(out.tokens)
+                tokens = out if isinstance(out, int) else len(out.generations[0].tokens)
                 found[name].append((tokens, time.perf_counter() - began, out))
             bar.advance()
     speeds = {name: sum(t for t, _, _ in rows) / sum(s for _, s, _ in rows) for name, rows in found.items()}
-    generations = [out for _, _, out in found["head"]]
+    runs = [out for _, _, out in found["head"]]
     result = {
         "command": "python " + " ".join(sys.argv),
         "prompts": len(prompts),
         "tokens_per_s": speeds,
         "plain_over_transformers": speeds["plain"] / speeds["transformers"],
         "head_over_transformers": speeds["head"] / speeds["transformers"],
-        "tau": tau(generations),
-        "time_with_head": shares(generations),
+        "tau": tau([run.generations[0] for run in runs]),
+        "time_with_head": shares([each for run in runs for each in run.passes]),
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")

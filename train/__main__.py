@@ -10,6 +10,7 @@ from accelerate import PartialState
 from ..console import AsJson, Debug, Force, command_line, run_command_line
 from ..eval.harness import measure
 from ..eval.prompts import read_prompts
+from ..eval.proposers import HeadProposer
 from ..eval.tree import parse
 from ..heads.base import DraftHead
 from ..recipes.schema import Recipe, load_recipe
@@ -26,7 +27,7 @@ def verifier_score(recipe: Recipe) -> Score | None:
     shape = parse(recipe.eval.tree)
 
     def score(target: Target, head: DraftHead) -> float:
-        result = measure(target, head, prompts, shape, recipe.eval.max_new_tokens, baseline=0, show=True)
+        result = measure(target, HeadProposer(head, shape), prompts, recipe.eval.max_new_tokens, baseline=0, show=True)
         return result["tau"]
 
     return score

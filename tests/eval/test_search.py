@@ -11,7 +11,9 @@ from torch import Tensor
 from draftsmith.errors import UserError
 from draftsmith.eval.harness import measure
 from draftsmith.eval.prompts import Prompt
+from draftsmith.eval.proposers import HeadProposer
 from draftsmith.eval.search import accuracy, search, value
+from draftsmith.eval.settle import settle
 from draftsmith.eval.tree import NONE, parse, parse_or_search
 from draftsmith.eval.verifier import generate
 from draftsmith.heads.base import Shape
@@ -106,14 +108,16 @@ def test_accuracy_counts_ranks_along_the_targets_own_text(lively_target: Target,
 def test_a_search_measures_on_the_other_prompts(tiny_target: Target, kind: str, sampling: Sampling) -> None:
     torch.manual_seed(0)
     head = KINDS[kind].create(tiny_target, KINDS[kind].Options(), None, 3, torch.arange(128)).eval()
-    result = measure(tiny_target, head, prompts(), parse_or_search("search:6,k=4,depth=4"), 8, sampling)
-    assert result["prompts"] == 3 and result["search"]["prompts"] == 1
-    table = result["search"]["accuracy"]
+    proposer, rest, found = settle(tiny_target, head, parse_or_search("search:6,k=4,depth=4"), prompts(), 8, sampling)
+    assert found
+    result = measure(tiny_target, proposer, rest, 8, sampling)
+    assert result["prompts"] == 3 and found["prompts"] == 1
+    table = found["accuracy"]
     assert len(table) == (4 if kind == "eagle3" else 3) and {len(row) for row in table} == {4}
     again = parse(json.dumps(result["draft"]["paths"]))
     assert isinstance(again, Shape) and (again.parents, again.ranks) == (search(table, 6).parents, search(table, 6).ranks)
-    assert result["search"]["expected_tau"] >= 1 and result["draft"]["name"] == "search:6"
-    other = measure(tiny_target, head, prompts()[1:], again, 8, sampling)
+    assert found["expected_tau"] >= 1 and result["draft"]["name"] == "search:6"
+    other = measure(tiny_target, HeadProposer(head, again), prompts()[1:], 8, sampling)
     if sampling.greedy:
         assert other["tau"] == result["tau"] and other["accepted_per_position"] == result["accepted_per_position"]
 
@@ -121,4 +125,4 @@ def test_a_search_measures_on_the_other_prompts(tiny_target: Target, kind: str, 
 def test_one_prompt_is_too_few(tiny_target: Target) -> None:
     head = KINDS["medusa"].create(tiny_target, KINDS["medusa"].Options(), None, 3, torch.arange(128)).eval()
     with pytest.raises(UserError, match="search:6,k=10,depth=8 needs two prompts"):
-        measure(tiny_target, head, prompts(1), parse_or_search("search:6"), 8)
+        settle(tiny_target, head, parse_or_search("search:6"), prompts(1), 8)

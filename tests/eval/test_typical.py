@@ -10,6 +10,7 @@ from draftsmith.eval.tree import NONE, chain, full
 from draftsmith.eval.typical import Typical, accept_typical, read_typical
 from draftsmith.eval.verifier import generate
 from draftsmith.heads.base import Draft, Shape
+from draftsmith.heads.kinds import KINDS
 from draftsmith.sampling import GREEDY, Sampling
 from draftsmith.target import Target
 
@@ -80,9 +81,10 @@ def test_of_equally_long_paths_the_likelier_wins() -> None:
 
 
 def test_only_drafts_at_a_temperature_are_judged(lively_target: Target) -> None:
+    head = KINDS["medusa"].create(lively_target, KINDS["medusa"].Options(), None, 3, torch.arange(128)).eval()
     for sampling, sampled in ((GREEDY, False), (Sampling(1.0), True)):
         with pytest.raises(UserError, match="--lossy-typical.*--temperature"):
-            generate(lively_target, None, [5], NONE, 4, sampling, sampled, typical=WIDE)
+            generate(lively_target, head, [5], chain(2), 4, sampling, sampled, typical=WIDE)
     texts = [
         generate(lively_target, None, [5], NONE, 9, s, typical=t).tokens for s, t in ((GREEDY, None), (Sampling(1.0), WIDE))
     ]

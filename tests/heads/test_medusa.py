@@ -26,7 +26,9 @@ from transformers import (
 
 from draftsmith.data.features import FeatureBatch
 from draftsmith.errors import UserError
-from draftsmith.eval.harness import measure, tau
+from draftsmith.eval.harness import measure
+from draftsmith.eval.measures import tau
+from draftsmith.eval.proposers import HeadProposer
 from draftsmith.eval.prompts import Prompt
 from draftsmith.eval.report import rows as report_rows
 from draftsmith.eval.report import title
@@ -286,7 +288,7 @@ def test_the_text_is_the_adapted_targets(lively_target: Target, lora: dict, shap
 def test_a_measurement_is_of_the_adapted_target_and_says_so(tiny_target: Target) -> None:
     prompts = [Prompt([{"role": "user", "content": text}]) for text in ("hi", "the sea")]
     head = medusa(tiny_target, scale=0.15, lora=LORA)
-    result = measure(tiny_target, head, prompts, chain(2), 20)
+    result = measure(tiny_target, HeadProposer(head, chain(2)), prompts, 20)
 
     def drafted() -> float:
         return tau([generate(tiny_target, head, prompt.ids(tiny_target), chain(2), 20) for prompt in prompts])
@@ -297,7 +299,7 @@ def test_a_measurement_is_of_the_adapted_target_and_says_so(tiny_target: Target)
     assert result["lossless"] is True and result["lossless_to"] == "the target with the head's adapters"
     assert ("with respect to", "the target with the head's adapters") in report_rows(result)
     assert title(result).endswith("adapted target")
-    plain = measure(tiny_target, medusa(tiny_target), prompts, chain(2), 8)
+    plain = measure(tiny_target, HeadProposer(medusa(tiny_target), chain(2)), prompts, 8)
     assert plain["lossless_to"] == "the target" and "adapted" not in title(plain)
 
 
