@@ -146,7 +146,7 @@ PLAIN = Candidate(NONE, 1.0, 0, {})
 
 def choose(candidates: Sequence[Candidate], costs: Costs) -> tuple[Candidate, list[dict[str, Any]]]:
     """The candidate of the highest speed-up, plain decoding where none is worth it, and the best of every kind and size."""
-    ranked = sorted([PLAIN, *candidates], key=lambda each: (-each.speedup(costs), each.nodes))
+    ranked = sorted([PLAIN, *candidates], key=lambda each: (-each.speedup(costs), each.nodes, each.form.length))
     best = ranked[0] if ranked[0].speedup(costs) >= WORTH else PLAIN
     table: dict[tuple[str, int], dict[str, Any]] = {}
     for each in ranked:
@@ -175,7 +175,7 @@ def static(texts: Sequence[Sequence[Place]], accuracy: list[list[float]], nodes:
     for shape in [chain(length) for length in lengths if length <= nodes]:
         yield played(shape, texts)
     for size in (size for size in SIZES if size <= nodes):
-        for shape in {search(accuracy[:length], size) for length in lengths}:
+        for shape in dict.fromkeys(search(accuracy[:length], size) for length in lengths):
             if not shape.is_chain:
                 yield played(shape, texts)
 
@@ -221,7 +221,7 @@ def dynamic(texts: Sequence[Sequence[Place]], wish: Auto) -> Iterator[Candidate]
 
 def kept(grown: Candidates, nodes: int, length: int) -> tuple[int, int]:
     """Of a dynamic tree so large and deep: how many of its nodes go along the text, and how many it has."""
-    shallow = np.flatnonzero(grown.depths <= length)
+    shallow = np.flatnonzero((grown.depths > 0) & (grown.depths <= length))
     best = shallow[np.argsort(-grown.scores[shallow], kind="stable")[:nodes]]
     return int(np.isin(grown.right, best).sum()), len(best)
 
@@ -231,7 +231,7 @@ def widths(grown: Candidates, nodes: int, width: int) -> list[int]:
     found = []
     for depth in range(1, int(grown.depths.max()) + 1):
         level = np.sort(grown.scores[grown.depths == depth])[::-1][:width]
-        so_far = np.sort(grown.scores[grown.depths <= depth])[::-1]
+        so_far = np.sort(grown.scores[1:][grown.depths[1:] <= depth])[::-1]
         found.append(int((level > so_far[nodes - 1]).sum()) if len(so_far) >= nodes else len(level))
     return found
 
@@ -277,11 +277,9 @@ def measured(
 
 def passes(target: Target, ids: torch.Tensor, tokens: int, batch: int) -> dict[Any, Callable[[], None]]:
     """Passes of the target behind ``ids``, by the tokens of each of ``batch`` sequences."""
-    cache = None
-    for _ in range(batch):
-        own = target.new_cache()
-        target.prefill(ids, own, ())
-        cache = target.join(cache, own)
+    cache = target.new_cache()
+    target.prefill(ids, cache, ())
+    target.select(cache, [0] * batch, len(ids))  # the same text so many times
     lengths = [len(ids)] * batch
 
     def verify(count: int) -> Callable[[], None]:
@@ -305,7 +303,9 @@ def drafts(
     """Drafts behind ``ids``: of one token under "begin", and under (n,) of ``depths`` levels of n nodes."""
     features = target.features(ids[None], head.config.taps)
     wide = Dynamic(sum(width**2 for _ in range(depths)), width, depths)  # so large that no level is narrower
-    forms: dict[Any, Form] = {"begin": chain(1), (1,): chain(depths)} | ({(width,): wide} if width > 1 else {})
+    forms: dict[Any, Form] = {"begin": chain(1), (1,): chain(depths)}
+    if width > 1:
+        forms[(width,)] = wide
 
     def write(form: Form) -> Callable[[], None]:
         state, generator, first = head.new_state(), torch.Generator().manual_seed(0), 0

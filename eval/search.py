@@ -81,8 +81,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Candidates:
-    """``scores`` float32 and ``depths`` of a dynamic tree's candidates, parents first; ``right``: the numbers of those that
-    go along the text, from depth 1 on."""
+    """``scores`` float32 and ``depths`` of a dynamic tree's candidates, the root first; ``right``: the numbers of those that
+    go along the text, the root left out."""
 
     scores: np.ndarray
     depths: np.ndarray
@@ -119,7 +119,7 @@ def walk(
                 grown = None
                 if form:
                     tree = grow(head, branching, head.begin(branching, read, known, target), form, target)
-                    grown = Candidates(tree.scores[1:], tree.depths[1:], tree.follow(following.tolist()))
+                    grown = Candidates(tree.scores, tree.depths, tree.follow(following.tolist()))
                 guess, own = head.begin(state, read, known, target), []
                 for depth, token in enumerate(following):
                     if depth:
