@@ -45,7 +45,7 @@ def by_question(per_prompt: Iterable[dict[str, Any]], keys: Sequence[str]) -> di
 def interval(counts: Counts, statistic: Statistic, seed: int = 0) -> list[float] | None:
     """The 95 % bootstrap interval of a pooled number; None where the number itself does not exist."""
     counts = np.asarray(counts, dtype=float)
-    if not np.isfinite(statistic(counts.sum(0))):
+    if not len(counts) or not np.isfinite(statistic(counts.sum(0))):
         return None
     return middle(statistic(resampled(counts, seed)), len(counts))
 
