@@ -1,0 +1,282 @@
+"""What a pass of the target costs, by tokens read, sequences and context: measured and fitted, or bounded by a roofline.
+
+Verification dominates a speculating engine's time, and no datasheet tells it: rooflines flatter it by half and more (they are
+upper bounds of the speed). So passes are timed as the decoder runs them, drafts laid out and walked included, in interleaved
+rounds, and the medians are fitted by a surface that rises along every axis and is linear between the measured points.
+"""
+
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ..console import Progress
+from ..errors import UserError
+from ..heads.base import Draft
+from ..sampling import GREEDY, Sampling
+from ..target import Target
+from .proposers import Proposer, Text
+from .service import DraftCost, Hardware, StepCost
+from .tree import NONE, chain
+from .verifier import Request, admit, advance, decode
+
+ROUNDS = 9  # of every measurement; the median counts
+FAR = 1000  # steps of the last size beyond a table's edge
+FIRST = 2  # rounds that only warm up
+
+
+class Cost(Protocol):
+    """Seconds of a pass in which ``batch`` sequences read ``tokens`` each behind ``context`` cached ones."""
+
+    bound: bool
+
+    def seconds(self, batch: float, tokens: float, context: float = 0) -> float: ...
+    def spread(self) -> float: ...
+    def beyond(self, batch: float, tokens: float) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Surface:
+    """A table fitted monotone and linear between its points; ``values`` [*axes] over rising ``axes``.
+
+    Beyond the points it goes on with the slope at the edge, or a steeper one where it would fall otherwise; below them it is
+    constant. Where passes were measured at one batch size alone, tokens stand for sequences: a pass costs what its tokens in
+    total cost.
+    """
+
+    axes: tuple[tuple[float, ...], ...]  # context, batch, tokens
+    values: np.ndarray  # one longer along every axis of several points: far outside them
+    spreads: tuple[float, ...]
+    bound = False
+
+    @classmethod
+    def fit(cls, table: Iterable[tuple[tuple[float, ...], float, float]], names: Sequence[str]) -> "Surface":
+        """From rows (point, seconds, spread), the coordinates called ``names``; of several rows for one point the median
+        counts. The fit is the monotone one whose largest relative error is least. Raises UserError for points that fill no
+        grid."""
+        found: dict[tuple[float, ...], list[float]] = {}
+        spreads = []
+        for point, seconds, spread in table:
+            found.setdefault(tuple(map(float, point)), []).append(seconds)
+            spreads.append(spread)
+        axes = tuple(tuple(sorted(set(axis))) for axis in zip(*found, strict=True))
+        values = np.full([len(axis) for axis in axes], np.nan)
+        for point, seconds in found.items():
+            values[tuple(axis.index(at) for axis, at in zip(axes, point, strict=True))] = statistics.median(seconds)
+        if np.isnan(values).any():
+            missing = np.argwhere(np.isnan(values))[0]
+            gap = ", ".join(f"{name} {axis[at]:g}" for name, axis, at in zip(names, axes, missing, strict=True))
+            raise UserError(f"the costs have no row for {gap}: give every combination of the values that occur.")
+        return cls(axes, extended(rising(values), axes), tuple(spreads))
+
+    def seconds(self, batch: float, tokens: float, context: float = 0) -> float:
+        if len(self.axes[1]) == 1 and self.axes[1][0] == 1:
+            batch, tokens = 1, batch * tokens
+        return interpolated(self.values, self.axes, (context, batch, tokens))
+
+    def at(self, batch: float, tokens: float) -> float:
+        """As ``seconds``, but one batch size stands for all."""
+        return interpolated(self.values, self.axes, (0, batch, tokens))
+
+    def spread(self) -> float:
+        """The relative standard error of a typical point."""
+        return statistics.median(self.spreads)
+
+    def beyond(self, batch: float, tokens: float) -> bool:
+        """Whether a pass is larger than any that was measured."""
+        if len(self.axes[1]) == 1 and self.axes[1][0] == 1:
+            batch, tokens = 1, batch * tokens
+        return batch > self.axes[1][-1] or tokens > self.axes[2][-1]
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """The least seconds that memory traffic and arithmetic allow a dense model: speed-ups from it are upper bounds."""
+
+    hardware: Hardware
+    bound = True
+
+    def seconds(self, batch: float, tokens: float, context: float = 0) -> float:
+        of = self.hardware
+        read = (of.weights + batch * context * of.cache_per_token) / of.bandwidth
+        return max(read, 2 * of.parameters * batch * tokens / of.flops) + of.overhead
+
+    def spread(self) -> float:
+        return 0.0
+
+    def beyond(self, batch: float, tokens: float) -> bool:
+        return False
+
+    def free_tokens(self) -> float:
+        """How many tokens a pass may read before arithmetic outweighs the reading of the weights."""
+        return self.hardware.weights * self.hardware.flops / (2 * self.hardware.parameters * self.hardware.bandwidth)
+
+
+def step_surface(rows: Sequence[StepCost]) -> Surface:
+    points = (((row.context, row.batch, row.tokens), row.seconds, row.spread) for row in rows)
+    return Surface.fit(points, ("context", "batch", "tokens"))
+
+
+def draft_surface(rows: Sequence[DraftCost]) -> Surface:
+    points = (((0, row.batch, row.length), row.seconds, row.spread) for row in rows)
+    return Surface.fit(points, ("context", "batch", "length"))
+
+
+def rising(values: np.ndarray) -> np.ndarray:
+    """The array made to rise along every axis: midway (in ratio) between the running maximum from below and the running
+    minimum from above, which of all rising arrays has the least largest error."""
+    above, below = values, values
+    for axis in range(values.ndim):
+        above = np.maximum.accumulate(above, axis)
+        below = np.flip(np.minimum.accumulate(np.flip(below, axis), axis), axis)
+    return np.sqrt(above * below)
+
+
+def far(axis: Sequence[float]) -> float:
+    return axis[-1] + FAR * (axis[-1] - axis[-2])
+
+
+def extended(values: np.ndarray, axes: Sequence[Sequence[float]]) -> np.ndarray:
+    """The array with a far point behind the last of every axis of several points, rising still."""
+    for i, axis in enumerate(axes):
+        if len(axis) > 1:
+            last, before = np.take(values, [-1], i), np.take(values, [-2], i)
+            values = np.concatenate([values, last + FAR * (last - before)], i)
+    for i in range(values.ndim):
+        values = np.maximum.accumulate(values, i)
+    return values
+
+
+def interpolated(values: np.ndarray, axes: Sequence[Sequence[float]], point: Sequence[float]) -> float:
+    """Linear between the nearest points of every axis in turn; ``values`` as ``extended`` gives them."""
+    if not axes:
+        return float(values)
+    if len(axes[0]) == 1:
+        return interpolated(values[0], axes[1:], point[1:])
+    at = [*axes[0], far(axes[0])]
+    left = int(np.clip(np.searchsorted(at, point[0]) - 1, 0, len(at) - 2))
+    share = max(0.0, (point[0] - at[left]) / (at[left + 1] - at[left]))
+    low, high = (interpolated(values[i], axes[1:], point[1:]) for i in (left, left + 1))
+    return low + share * (high - low)
+
+
+# -- measuring -------------------------------------------------------------------------------------------------
+
+
+class Scripted:
+    """Drafts ``length`` tokens that no one wrote, to be rejected: what a pass costs does not depend on them."""
+
+    name, taps, adapts = "scripted", (), False
+
+    def __init__(self) -> None:
+        self.length = 0
+
+    def described(self) -> dict[str, Any]:
+        return {"kind": "chain", "name": self.name, "length": self.length, "nodes": self.length, "paths": None, "stop": None}
+
+    def adapted(self, target: Target) -> nullcontext[None]:
+        return nullcontext()
+
+    def begin(self, prompt: list[int]) -> None: ...
+
+    def propose(self, texts: list[Text], target: Target) -> list[Draft]:
+        shape = chain(self.length) if self.length else NONE
+        return [Draft([1 + place % (target.vocab_size - 1) for place in range(self.length)], shape) for _ in texts]
+
+    def learn(self, text: Text, draft: Draft, logits: torch.Tensor) -> None: ...
+
+    def finish(self, text: Text) -> None: ...
+
+
+@torch.inference_mode()
+def measure_steps(
+    target: Target,
+    batches: Sequence[int],
+    tokens: Sequence[int],
+    context: int,
+    sampling: Sampling = GREEDY,
+    rounds: int = ROUNDS,
+    show: bool = False,
+) -> list[StepCost]:
+    """Time one pass for every batch size and number of tokens read by each sequence, behind about ``context`` tokens.
+
+    The whole pass is timed, its draft laid out, verified and walked. Every round times each number of tokens once, forward
+    and backward in turn, so that a machine that slows down slows them all. Raises UserError where the target's context is
+    too short.
+    """
+    longest = target.max_positions - max(tokens) - (rounds + FIRST) * len(tokens) - 1
+    if longest < 1:
+        raise UserError(f"the context of {target.name} is too short to time passes of {max(tokens)} tokens: time fewer.")
+    context = min(context, longest)
+    prompt = [1 + place % (target.vocab_size - 1) for place in range(context)]
+    table = []
+    with Progress("timing the target", len(batches) * rounds, show=show) as bar:
+        for batch in batches:
+            proposer, running, cache = Scripted(), [], None
+            for row in range(batch):
+                generator = torch.Generator().manual_seed(row)
+                new, own = admit(target, proposer, row, Request(prompt, target.max_positions, generator), sampling)
+                cache = target.join(cache, own)
+                running.append(new)
+            seconds: dict[int, list[float]] = {count: [] for count in tokens}
+            for turn in range(-FIRST, rounds):
+                for count in tokens if turn % 2 else list(tokens)[::-1]:
+                    proposer.length = count - 1
+                    passed = advance(target, proposer, running, cache, sampling, None, batch)
+                    seconds[count].append(passed.total - passed.draft)
+                bar.advance(turn >= 0)
+            table += [
+                StepCost(tokens=count, batch=batch, context=context, **median(times[FIRST:]))
+                for count, times in seconds.items()
+            ]
+    return table
+
+
+def measure_drafts(
+    target: Target,
+    proposer: Proposer,
+    requests: Sequence[Request],
+    batches: Sequence[int],
+    sampling: Sampling = GREEDY,
+) -> list[DraftCost]:
+    """Time a proposer's drafting for every batch size, on the requests' own texts; passes that are not full do not count."""
+    table = []
+    with proposer.adapted(target):
+        for batch in batches:
+            asked = [requests[place % len(requests)] for place in range(batch)]
+            passes = decode(target, proposer, asked, sampling, batch).passes
+            times = [each.draft for each in passes if each.active == batch][FIRST:]
+            if times:
+                cost = {"seconds": statistics.fmean(times), "spread": scatter(times) / len(times) ** 0.5}
+                table.append(DraftCost(batch=batch, length=max(proposer.length, 1), **cost))
+    return table
+
+
+def measure_prefill(target: Target, prompts: Sequence[list[int]]) -> list[float]:
+    """Seconds that reading each prompt takes by itself; the first is read once beforehand."""
+    found = []
+    for prompt in [prompts[0], *prompts]:
+        began = time.perf_counter()
+        target.prefill(torch.tensor(prompt, device=target.device), target.new_cache(), [])
+        if target.device.type == "cuda":
+            torch.cuda.synchronize(target.device)
+        found.append(time.perf_counter() - began)
+    return found[1:]
+
+
+def median(times: Sequence[float]) -> dict[str, float]:
+    """The median of some seconds and its relative standard error, by the quartiles (of a normal distribution)."""
+    return {"seconds": statistics.median(times), "spread": 1.2533 * scatter(times) / len(times) ** 0.5}
+
+
+def scatter(times: Sequence[float]) -> float:
+    """The relative standard deviation, by the quartiles; 0 for a single time."""
+    if len(times) < 2:
+        return 0.0
+    low, middle, high = np.quantile(times, [0.25, 0.5, 0.75])
+    return float((high - low) / 1.349 / middle)
