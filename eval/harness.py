@@ -157,6 +157,7 @@ class Bench:
         return {
             "id": self.prompts[answer.question].id or str(answer.question),
             "turn": answer.turn,
+            "asked": hashlib.sha256(str(answer.prompt).encode()).hexdigest()[:12],  # ids of unlike prompts may be alike
             "category": answer.category,
             "accepted": sum(drafted.accepted),
             "passes": len(drafted.accepted),
