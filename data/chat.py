@@ -73,14 +73,22 @@ class Span:
     closing: int
 
 
-def prompt_ids(messages: list[dict[str, Any]], tokenizer: Any, tools: list[dict[str, Any]] | None = None) -> list[int]:
+def prompt_ids(
+    messages: list[dict[str, Any]],
+    tokenizer: Any,
+    tools: list[dict[str, Any]] | None = None,
+    thinking: bool | None = None,
+) -> list[int]:
     """The flat token ids that a server feeds for these messages, generation prompt included.
+
+    ``thinking`` is told to a template that asks for ``enable_thinking``; None leaves it its default.
 
     Raises UserError where the tokenizer has no chat template or the template refuses the messages.
     """
     if any("reasoning_content" in message for message in messages):
         messages, _ = prepared(messages, template_of(tokenizer, tools))
-    return tokens(render(messages, tokenizer, "the prompt", answer_next=True, tools=tools), tokenizer)
+    text = render(messages, tokenizer, "the prompt", answer_next=True, tools=tools, thinking=thinking)
+    return tokens(text, tokenizer)
 
 
 def encode(conversation: Conversation, tokenizer: Any, max_length: int | None, only_last: bool = False) -> Encoded:

@@ -76,15 +76,19 @@ def render(
     where: str,
     answer_next: bool = False,
     tools: list[dict[str, Any]] | None = None,
+    thinking: bool | None = None,
 ) -> str:
     """The chat template's text, with the generation prompt if ``answer_next``; ``where`` names the messages.
+
+    ``thinking`` is what the template reads as ``enable_thinking``; None leaves the name undefined.
 
     Raises Refused where the template refuses the messages, UserError where there is no template.
     """
     text = template_text(tokenizer, tools)
+    told = {} if thinking is None else {"enable_thinking": thinking}
     try:
         return tokenizer.apply_chat_template(
-            list(messages), tools=tools, chat_template=text, tokenize=False, add_generation_prompt=answer_next
+            list(messages), tools=tools, chat_template=text, tokenize=False, add_generation_prompt=answer_next, **told
         )
     except Exception as error:  # a template is a program of its own and may raise anything
         said = str(error).strip().rstrip(".") or type(error).__name__

@@ -34,8 +34,8 @@ def package_folders() -> set[str]:
 
 
 def data_files() -> set[str]:
-    """What a pip user needs beside the code: recipes, accelerate configs, the demo's data, the typing marker."""
-    patterns = ["recipes/*.yaml", "recipes/accelerate/*.yaml", "recipes/demo/*"]
+    """What a pip user needs beside the code: recipes, accelerate configs, the demo's data, benchmarks, the typing marker."""
+    patterns = ["recipes/*.yaml", "recipes/accelerate/*.yaml", "recipes/demo/*", "eval/benchmarks/*/*.yaml"]
     found = {path.relative_to(ROOT).as_posix() for pattern in patterns for path in ROOT.glob(pattern) if path.is_file()}
     return {"py.typed"} | found
 

@@ -1,4 +1,4 @@
-"""Benchmarks and chats of every shape become the first question of each row."""
+"""Benchmarks and chats of every shape become the questions of each row."""
 
 import gzip
 import json
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from draftsmith.errors import UserError
-from draftsmith.eval.prompts import read_prompts
+from draftsmith.eval.prompts import Prompt, read_prompts
 from draftsmith.target import Target
 
 SYSTEM = {"role": "system", "content": "be kind"}
@@ -23,23 +23,61 @@ def write(path: Path, *rows: Any) -> Path:
     return path
 
 
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+RESULT = {"role": "tool", "content": "2"}
+
+
 @pytest.mark.parametrize(
-    ("row", "messages", "category"),
+    ("row", "messages", "later", "category", "own"),
     [
-        ({"question_id": 81, "category": "writing", "turns": ["hi", "and then?"], "reference": ["x"]}, [ASK], "writing"),
-        ({"turns": ["hi"], "category": ""}, [ASK], "all"),
-        ({"task_id": "HumanEval/0", "prompt": "hi", "canonical_solution": "pass", "test": "assert"}, [ASK], "all"),
-        ({"question": "hi", "answer": "hello"}, [ASK], "all"),
-        ({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]}, [ASK], "all"),
-        ({"messages": [SYSTEM, ASK, ANSWER, ASK, ANSWER], "category": 3}, [SYSTEM, ASK], "3"),
-        ({"messages": [SYSTEM, ASK, {"role": "user", "content": "another"}]}, [SYSTEM, ASK], "all"),
-        ({"messages": [ANSWER, ASK, ANSWER]}, [ASK], "all"),
-        ({"text": "hi"}, [ASK], "all"),
+        (
+            {"question_id": 81, "category": "writing", "turns": ["hi", "and then?"], "reference": ["x"]},
+            [ASK],
+            ("and then?",),
+            "writing",
+            "81",
+        ),
+        ({"turns": ["hi"], "category": ""}, [ASK], (), "all", "1"),
+        ({"task_id": "HumanEval/0", "prompt": "hi", "test": "assert"}, [ASK], (), "all", "HumanEval/0"),
+        ({"question": "hi", "answer": "hello"}, [ASK], (), "all", "1"),
+        (
+            {"id": 0, "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]},
+            [ASK],
+            (),
+            "all",
+            "0",
+        ),
+        ({"messages": [SYSTEM, ASK, ANSWER, ASK, ANSWER], "category": 3}, [SYSTEM, ASK], ("hi",), "3", "1"),
+        ({"messages": [SYSTEM, ASK, {"role": "user", "content": "another"}]}, [SYSTEM, ASK], ("another",), "all", "1"),
+        ({"messages": [ASK, ANSWER, ASK, CALL, RESULT, ANSWER, ASK, ANSWER]}, [ASK], ("hi",), "all", "1"),
+        ({"messages": [ASK, CALL, RESULT, ANSWER, ASK, ANSWER]}, [ASK], (), "all", "1"),
+        ({"messages": [ANSWER, ASK, ANSWER]}, [ASK], (), "all", "1"),
+        ({"text": "hi"}, [ASK], (), "all", "1"),
     ],
 )
-def test_the_prompt_is_the_first_question(tmp_path: Path, row: dict[str, Any], messages: list[Any], category: str) -> None:
+def test_a_row_is_asked_turn_by_turn(
+    tmp_path: Path, row: dict[str, Any], messages: list[Any], later: tuple[str, ...], category: str, own: str
+) -> None:
     (prompt,) = read_prompts(write(tmp_path / "a.jsonl", row))
-    assert (prompt.messages, prompt.category) == (messages, category)
+    assert (prompt.messages, prompt.later, prompt.category, prompt.id) == (messages, later, category, own)
+
+
+def test_ids_that_do_not_tell_prompts_apart_are_left(tmp_path: Path) -> None:
+    prompts = read_prompts(write(tmp_path / "a.jsonl", *({"id": own, "prompt": "hi"} for own in ("a", "b", "a"))))
+    assert [prompt.id for prompt in prompts] == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize(("thinking", "opening"), [(None, "default"), (True, "thinks"), (False, "does not think")])
+def test_a_prompt_tells_the_template_whether_to_think(
+    tiny_target: Target, tiny_tokenizer_factory: Any, thinking: bool | None, opening: str
+) -> None:
+    template = (
+        "{% for m in messages %}{{ m['content'] }}{% endfor %} "
+        "{{ 'default' if enable_thinking is not defined else 'thinks' if enable_thinking else 'does not think' }}"
+    )
+    target = Target(tiny_target.model, tiny_tokenizer_factory(template), "thinking")
+    ids = Prompt([ASK], thinking=thinking).ids(target)
+    assert target.tokenizer_or_refuse().decode(ids) == f"hi {opening}"
 
 
 def test_packed_files_text_files_and_several_sources(tmp_path: Path) -> None:
