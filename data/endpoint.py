@@ -58,9 +58,8 @@ class Endpoint:
         self.counts_tokens = False
         self.answered = 0  # requests, to tell a bad one from a server that is down
         self.failures = 0  # tries that had to be repeated
-        key = os.environ.get(KEY)
         self.client = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {key}"} if key else {},
+            headers=authorization(),
             timeout=httpx.Timeout(None, connect=10.0),
             limits=httpx.Limits(max_connections=concurrency),
         )
@@ -86,11 +85,7 @@ class Endpoint:
 
     def choose(self, served: dict[str, str], model: str | None) -> None:
         """Take the model among those ``served``, each with its owner, and the parameters that only some servers know."""
-        if model and model not in served:
-            raise UserError(f"{self.url} does not serve {model!r}: choose --model from {', '.join(served) or 'no model'}.")
-        if not served:
-            raise UserError(f"{self.url} serves no model: start it with one.")
-        self.model = model or next(iter(served))
+        self.model = served_model(self.url, served, model)
         if served[self.model] in KNOWN_ENGINES:
             self.extras = {"skip_special_tokens": False, "top_k": self.settings.top_k or -1}
         elif self.settings.top_k:
@@ -149,7 +144,7 @@ class Endpoint:
         except TimeoutError as error:
             raise Unanswered(f"nothing within {self.timeout:g} s", busy=False) from error
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise Unanswered(f"cannot connect: {error or 'nobody answers'}", busy=True) from error
+            raise Unanswered(f"cannot connect: {str(error) or 'nobody answers'}", busy=True) from error
         except httpx.TransportError as error:
             raise Unanswered(f"{type(error).__name__}: {error}", busy=False) from error
         check_status(response)
@@ -157,6 +152,22 @@ class Endpoint:
             return response.json()
         except ValueError:
             return None
+
+
+def authorization() -> dict[str, str]:
+    """The header with the user's key, where there is one."""
+    key = os.environ.get(KEY)
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def served_model(url: str, served: Iterable[str], model: str | None) -> str:
+    """``model`` if the server at ``url`` has it, or the first of what it has. Raises UserError where there is none."""
+    names = list(served)
+    if model and model not in names:
+        raise UserError(f"{url} does not serve {model!r}: choose --model from {', '.join(names) or 'no model'}.")
+    if not names:
+        raise UserError(f"{url} serves no model: start it with one.")
+    return model or names[0]
 
 
 def check_status(response: httpx.Response) -> None:
@@ -175,12 +186,16 @@ def check_status(response: httpx.Response) -> None:
 def said(response: httpx.Response) -> str:
     """The server's own words for an error, wherever its kind of server puts them; cut to a readable length."""
     try:
-        value = response.json()
-        error = value.get("error", value)
-        text = error if isinstance(error, str) else error.get("message") or error.get("detail") or json.dumps(value)
+        text = message_of(response.json())
     except (ValueError, AttributeError):
         text = response.text
-    return " ".join(str(text).split())[:400] or response.reason_phrase
+    return " ".join(text.split())[:400] or response.reason_phrase
+
+
+def message_of(value: Any) -> str:
+    """What a JSON object that tells of an error says."""
+    error = value.get("error", value)
+    return error if isinstance(error, str) else str(error.get("message") or error.get("detail") or json.dumps(value))
 
 
 def retry_after(response: httpx.Response) -> float:
