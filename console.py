@@ -78,3 +78,11 @@ class Progress:
     def advance(self, steps: int = 1, extra: str = "") -> None:
         """Move on by ``steps`` and show ``extra`` behind the bar."""
         self.bar.update(self.task, advance=steps, extra=extra)
+
+    def name(self, title: str, extra: str = "") -> None:
+        """Say in front of the bar what is being done now."""
+        self.bar.update(self.task, description=title, extra=extra)
+
+    def reach(self, done: int) -> None:
+        """Stand at ``done`` steps in all."""
+        self.bar.update(self.task, completed=done)

@@ -58,10 +58,15 @@ def new_directory(out: Path, force: bool) -> Iterator[Path]:
     partial.chmod(0o755)  # mkdtemp's directories are private
     try:
         yield partial
-        if out.is_dir():
-            shutil.rmtree(out)
-        else:
-            out.unlink(missing_ok=True)
-        partial.rename(out)
+        put_in_place(partial, out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def put_in_place(partial: Path, out: Path) -> None:
+    """Give a whole directory the name ``out``, in place of what has it."""
+    if out.is_dir():
+        shutil.rmtree(out)
+    else:
+        out.unlink(missing_ok=True)
+    partial.rename(out)

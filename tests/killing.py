@@ -4,7 +4,9 @@ import multiprocessing
 import random
 import signal
 import sys
+import time
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 
 
 def kill_until_done(job: Callable[[], object], kills: int, seed: int, longest: float = 1.0) -> int:
@@ -23,6 +25,14 @@ def kill_until_done(job: Callable[[], object], kills: int, seed: int, longest: f
     return kills
 
 
+def kill_when(job: Callable[[], object], happened: Callable[[], bool]) -> bool:
+    """Run ``job`` in a process of its own and SIGKILL it as soon as ``happened()``; False where it was done before."""
+    process = _started(job)
+    while process.exitcode is None and not happened():
+        time.sleep(0.002)
+    return not _ended_well(process)
+
+
 def draftsmith(*arguments: object) -> None:
     """The command line, as ``draftsmith ARGUMENTS`` would run it: ``partial(draftsmith, "data", "extract", …)`` is a job."""
     from draftsmith.cli import main
@@ -31,14 +41,35 @@ def draftsmith(*arguments: object) -> None:
     main()
 
 
+def evaluate(*arguments: object) -> None:
+    """``draftsmith eval ARGUMENTS``."""
+    from draftsmith.cli_eval import eval_app
+    from draftsmith.console import command_line, run_command_line
+
+    app = command_line()
+    app.callback()(lambda: None)
+    app.add_typer(eval_app, name="eval")
+    sys.argv = ["draftsmith", "eval", *map(str, arguments)]
+    run_command_line(app)
+
+
 def _survives(job: Callable[[], object], seconds: float | None) -> bool:
     """Whether the job ends well before the kill, which comes after ``seconds`` (None: it may take as long as it likes)."""
+    process = _started(job)
+    process.join(seconds)
+    return _ended_well(process)
+
+
+def _started(job: Callable[[], object]) -> BaseProcess:
     # forked from a server that has the modules loaded, a process starts in a fraction of the seconds that importing takes
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["draftsmith.cli"])
+    context.set_forkserver_preload(["draftsmith.cli", "draftsmith.cli_eval"])
     process = context.Process(target=_alone, args=(job,))
     process.start()
-    process.join(seconds)
+    return process
+
+
+def _ended_well(process: BaseProcess) -> bool:
     process.kill()
     process.join()
     if process.exitcode not in (0, -signal.SIGKILL):
