@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..heads.base import Draft, DraftHead, Shape
-from ..heads.drafting import Adaptive, Form
-from ..heads.drafting import draft as write_draft
+from ..heads.drafting import Adaptive, Drafting, Form, draft_all
 from ..heads.growing import Beam, Dynamic
 from ..sampling import Sampling
 from ..target import Features, Target
@@ -127,15 +126,18 @@ class HeadProposer:
         return self.head.new_state()
 
     def propose(self, texts: list[Text], target: Target) -> list[Draft]:
-        return [self.draft(text, target) for text in texts]
+        drafts = [NOTHING] * len(texts)
+        asked = [place for place, text in enumerate(texts) if self.form.cut(text.room).length]
+        if asked:
+            written = draft_all(self.head, [self.drafting(texts[place], target) for place in asked], target)
+            for place, draft in zip(asked, written, strict=True):
+                drafts[place] = draft
+        return drafts
 
-    def draft(self, text: Text, target: Target) -> Draft:
-        form = self.form.cut(text.room)
-        if not form.length:
-            return NOTHING
+    def drafting(self, text: Text, target: Target) -> Drafting:
         known = torch.tensor(text.tokens[-len(text.fresh.last) - 1 :], device=target.device)
         drawn = text.sampling if self.drawn else None
-        return write_draft(self.head, text.state, text.fresh, known, form, target, drawn, text.generator)
+        return Drafting(text.state, text.fresh, known, self.form.cut(text.room), drawn, text.generator)
 
     def learn(self, text: Text, draft: Draft, logits: Tensor) -> None: ...
 

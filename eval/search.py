@@ -11,6 +11,7 @@ import torch
 from ..console import Progress
 from ..errors import UserError
 from ..heads.base import DraftHead, Shape
+from ..heads.drafting import written
 from ..heads.growing import Dynamic, grow
 from ..sampling import GREEDY, Sampling
 from ..target import Target
@@ -118,7 +119,8 @@ def walk(
                 following, first = ids[row + 2 : row + 2 + depths], row + 1
                 grown = None
                 if form:
-                    tree = grow(head, branching, head.begin(branching, read, known, target), form, target)
+                    growing = grow(head, head.begin(branching, read, known, target), form)
+                    (tree,) = written(head, [growing], [branching], target)
                     grown = Candidates(tree.scores, tree.depths, tree.follow(following.tolist()))
                 guess, own = head.begin(state, read, known, target), []
                 for depth, token in enumerate(following):

@@ -214,9 +214,21 @@ class Guess:
     logits: Tensor
     states: Tensor
 
+    def rows(self, index: slice) -> "Guess":
+        return Guess(self.logits[index], self.states[index])
+
     def repeated(self, row: int, nodes: list[int]) -> "Guess":
         """What one row says, for every one of ``nodes``: where the tokens before them do not matter."""
         return Guess(self.logits[row].expand(len(nodes), -1), self.states[row].expand(len(nodes), -1))
+
+
+@dataclass
+class Ask:
+    """What ``DraftHead.deepen`` is asked: to read the drafted ``tokens`` [n] of ``nodes``, all of one depth of ``shape``."""
+
+    nodes: list[int]
+    tokens: Tensor
+    shape: Shape
 
 
 def supervised(mask: Tensor, depths: int) -> list[Tensor]:
@@ -392,6 +404,15 @@ class DraftHead(nn.Module, ABC):
 
         ``shape`` may grow from call to call behind the nodes it has.
         """
+
+    def begin_all(self, states: list[Any], features: list[Features], ids: list[Tensor], target: Target) -> list[Guess]:
+        """``begin`` for several sequences, each with a state of its own. Kinds that can share a forward do."""
+        return [self.begin(*own, target) for own in zip(states, features, ids, strict=True)]
+
+    def deepen_all(self, states: list[Any], asks: list[Ask], target: Target) -> list[Guess]:
+        """``deepen`` for several sequences, each with a state of its own. Kinds that can share a forward do."""
+        pairs = zip(states, asks, strict=True)
+        return [self.deepen(state, ask.nodes, ask.tokens, ask.shape, target) for state, ask in pairs]
 
     # -- the head's directory ----------------------------------------------------------------------------------
 

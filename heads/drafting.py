@@ -1,8 +1,9 @@
 """How a head writes a draft: level by level into a form, each node's likeliest children or drawn ones."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,8 +11,10 @@ from torch import Tensor
 from ..errors import UserError
 from ..sampling import Sampling, probabilities
 from ..target import Features, Target
-from .base import Draft, DraftHead, Guess, Shape
-from .growing import Beam, Dynamic, beam, dynamic
+from .base import Ask, Draft, DraftHead, Guess, Shape
+from .growing import Beam, Dynamic, Writing, beam, dynamic
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,22 @@ class Adaptive:
 Form = Shape | Adaptive | Dynamic | Beam
 
 
-@torch.no_grad()
+@dataclass
+class Drafting:
+    """One sequence to draft for: the head's state of it, and what ``DraftHead.begin`` takes.
+
+    ``sampled`` None takes each node's most likely children; a Sampling draws them without replacement from the head's own
+    warped distribution and reports it as ``q``. Dynamic trees and beams are never drawn.
+    """
+
+    state: Any
+    features: Features
+    ids: Tensor
+    form: Form
+    sampled: Sampling | None = None
+    generator: torch.Generator | None = None
+
+
 def draft(
     head: DraftHead,
     state: Any,
@@ -58,37 +76,59 @@ def draft(
     sampled: Sampling | None = None,
     generator: torch.Generator | None = None,
 ) -> Draft:
-    """Draft behind the last of the newly committed rows (``features`` and ``ids`` as ``DraftHead.begin`` takes them).
+    """Draft behind the last of the newly committed rows of one sequence; see ``Drafting``."""
+    return draft_all(head, [Drafting(state, features, ids, form, sampled, generator)], target)[0]
 
-    ``sampled`` None takes each node's most likely children; a Sampling draws them without replacement from the head's
-    own warped distribution and reports it as ``q``. Dynamic trees and beams are never drawn.
-    """
-    guess = head.begin(state, features, ids, target)
-    if isinstance(form, Dynamic):
-        return dynamic(head, state, guess, form, target)
-    if isinstance(form, Beam):
-        return beam(head, state, guess, form, target)
-    return fill(head, state, guess, form, target, sampled, generator)
+
+@torch.no_grad()
+def draft_all(head: DraftHead, each: list[Drafting], target: Target) -> list[Draft]:
+    """A draft for each of several sequences, level by level together, so that the head may read them in one forward."""
+    states = [own.state for own in each]
+    guesses = head.begin_all(states, [own.features for own in each], [own.ids for own in each], target)
+    return written(head, [writer(head, guess, own) for guess, own in zip(guesses, each, strict=True)], states, target)
+
+
+def writer(head: DraftHead, guess: Guess, own: Drafting) -> Writing[Draft]:
+    """What writes one sequence's draft from the guess below its root on, asking for further ones."""
+    if isinstance(own.form, Dynamic):
+        return dynamic(head, guess, own.form)
+    if isinstance(own.form, Beam):
+        return beam(head, guess, own.form)
+    return fill(head, guess, own.form, own.sampled, own.generator)
+
+
+def written(head: DraftHead, writers: Sequence[Writing[T]], states: Sequence[Any], target: Target) -> list[T]:
+    """What the writers return in the end; what they ask meanwhile is answered for all of them at once."""
+    found: dict[int, T] = {}
+    answers: dict[int, Guess | None] = dict.fromkeys(range(len(writers)))
+    while answers:
+        asks: dict[int, Ask] = {}
+        for place, guess in answers.items():
+            try:
+                asks[place] = writers[place].send(guess)  # type: ignore[arg-type]  # None starts it
+            except StopIteration as end:
+                found[place] = end.value
+        guesses = head.deepen_all([states[place] for place in asks], list(asks.values()), target) if asks else []
+        answers = dict(zip(asks, guesses, strict=True))
+    return [found[place] for place in range(len(writers))]
 
 
 def fill(
     head: DraftHead,
-    state: Any,
     guess: Guess,
     form: Shape | Adaptive,
-    target: Target,
     sampled: Sampling | None,
     generator: torch.Generator | None,
-) -> Draft:
-    """Fill a shape that is known beforehand, from the guess below its root on."""
+) -> Writing[Draft]:
+    """Fill a shape that is known beforehand."""
     shape, stop = (form.shape, form.stop) if isinstance(form, Adaptive) else (form, 0.0)
     drafted = [0] * len(shape.parents)
     q = torch.zeros(len(drafted) + 1, head.config.target.vocab_size) if sampled else None
     chance = 1.0
     for depth, nodes in enumerate(shape.bearing):
         if depth:
-            tokens = torch.tensor([drafted[node - 1] for node in nodes], device=target.device)
-            guess = head.deepen(state, list(nodes), tokens, shape, target)
+            tokens = torch.tensor([drafted[node - 1] for node in nodes], device=guess.logits.device)
+            guess = yield Ask(list(nodes), tokens, shape)
         if stop:
             chance *= sureness(head, guess, depth)
             if depth and chance < stop:

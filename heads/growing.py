@@ -5,15 +5,17 @@ choice is the likeliest one and nothing is drawn, so verification needs no draft
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import torch
 
-from ..target import Target
-from .base import Draft, DraftHead, Guess, Shape
+from .base import Ask, Draft, DraftHead, Guess, Shape
+
+T = TypeVar("T")
+Writing = Generator[Ask, Guess, T]  # what is written level by level: it asks for the guess below its nodes, and goes on with it
 
 
 @dataclass(frozen=True)
@@ -62,19 +64,19 @@ class Beam:
         return self if depth >= self.length else replace(self, length=depth)
 
 
-def dynamic(head: DraftHead, state: Any, guess: Guess, form: Dynamic, target: Target) -> Draft:
+def dynamic(head: DraftHead, guess: Guess, form: Dynamic) -> Writing[Draft]:
     """EAGLE-2's tree behind a root whose children ``guess`` speaks of."""
-    grown = grow(head, state, guess, form, target)
+    grown = yield from grow(head, guess, form)
     everything = np.arange(1, len(grown.scores))
     return grown.draft(np.sort(grown.likeliest(everything, form.nodes)), form.name)
 
 
-def grow(head: DraftHead, state: Any, guess: Guess, form: Dynamic, target: Target) -> "Growth":
+def grow(head: DraftHead, guess: Guess, form: Dynamic) -> Writing["Growth"]:
     """The candidates that a dynamic tree is chosen from.
 
     Nodes whose descendants cannot be among the ``nodes`` likeliest any more are not expanded: the draft is the same.
     """
-    grown = Growth(head, state, guess, target)
+    grown = Growth(head, guess)
     lowest = math.log(form.stop) if form.stop else -math.inf
     for depth in range(1, form.length + 1):
         level = grown.add(form.width, lowest)
@@ -84,17 +86,17 @@ def grow(head: DraftHead, state: Any, guess: Guess, form: Dynamic, target: Targe
             frontier = frontier[grown.scores[frontier] > bound]
         if depth == form.length or not len(frontier):
             break
-        grown.expand(frontier)
+        yield from grown.expand(frontier)
     return grown
 
 
-def beam(head: DraftHead, state: Any, guess: Guess, form: Beam, target: Target) -> Draft:
+def beam(head: DraftHead, guess: Guess, form: Beam) -> Writing[Draft]:
     """The tree of the likeliest paths behind a root whose children ``guess`` speaks of."""
-    grown = Growth(head, state, guess, target)
+    grown = Growth(head, guess)
     for depth in range(1, form.length + 1):
         beams = grown.likeliest(grown.add(form.width), form.width)
         if depth < form.length:
-            grown.expand(beams)
+            yield from grown.expand(beams)
     kept = {0}
     for node in beams.tolist():
         while node not in kept:
@@ -111,8 +113,8 @@ class Growth:
     The head knows the expanded candidates alone, as the nodes of ``shape``.
     """
 
-    def __init__(self, head: DraftHead, state: Any, guess: Guess, target: Target) -> None:
-        self.head, self.state, self.guess, self.target = head, state, guess, target
+    def __init__(self, head: DraftHead, guess: Guess) -> None:
+        self.head, self.guess = head, guess
         self.scores = np.zeros(1, np.float32)
         self.tokens = self.parents = self.ranks = self.frontier = np.zeros(1, np.int64)
         self.shape, self.nodes = Shape("growing", (), ()), {0: 0}  # candidate -> node of the shape
@@ -137,8 +139,8 @@ class Growth:
         """The best of some candidates, best first; of equals the one made first, so that parents precede children."""
         return among[np.argsort(-self.scores[among], kind="stable")[:count]]
 
-    def expand(self, frontier: np.ndarray) -> None:
-        """Let the head read these candidates, all of one depth."""
+    def expand(self, frontier: np.ndarray) -> Writing[None]:
+        """Have these candidates read, all of one depth."""
         chosen, known = frontier.tolist(), len(self.shape.parents)
         nodes = list(range(known + 1, known + 1 + len(chosen)))
         self.shape = Shape(
@@ -147,8 +149,8 @@ class Growth:
             (*self.shape.ranks, *self.ranks[frontier].tolist()),
         )
         self.nodes = dict(zip(chosen, nodes, strict=True))
-        tokens = torch.as_tensor(self.tokens[frontier], device=self.target.device)
-        self.guess = self.head.deepen(self.state, nodes, tokens, self.shape, self.target)
+        tokens = torch.as_tensor(self.tokens[frontier], device=self.guess.logits.device)
+        self.guess = yield Ask(nodes, tokens, self.shape)
         self.frontier = frontier
 
     @property

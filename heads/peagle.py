@@ -5,6 +5,7 @@ embedding and the tapped states, it reads a vector of its own, trained, for each
 row's shallower depths.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,7 +19,7 @@ from .base import Depth, Guess, HeadConfig, Shape, counted, falling, marked
 from .eagle3 import Backbone, BackboneOptions
 from .layers import causal
 from .mask_token import mask_token
-from .recurrent import Attention, Cache, Unrolled, through
+from .recurrent import Attention, Cache, Rows, Unrolled, side_by_side, through
 
 
 class PEagleOptions(BackboneOptions):
@@ -108,11 +109,13 @@ class PEagleHead(Backbone):
             depths.append(Depth(marked(own), read, self.lm_head, ahead=1 + depth))
         return depths
 
-    def read(self, embeds: Tensor, hidden: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """What logits are read from [batch, rows, hidden]."""
+    def read(
+        self, embeds: Tensor, hidden: Tensor, positions: Tensor, attention: Attention, asked: Sequence[int] | None = None
+    ) -> Tensor:
+        """What logits are read from [batch, rows, hidden]; of the ``asked`` rows alone."""
         entered, residual = self.layer.enter(embeds, hidden)
         rotary = self.rotary(entered, positions)
-        return self.norm(through([self.layer, *self.further], entered, residual, rotary, attention))
+        return self.norm(through([self.layer, *self.further], entered, residual, rotary, attention, asked))
 
     # -- drafting ----------------------------------------------------------------------------------------------
 
@@ -124,17 +127,25 @@ class PEagleHead(Backbone):
         return PEagleState()
 
     def begin(self, state: PEagleState, features: Features, ids: Tensor, target: Target) -> Guess:
-        cache, rows, depths = state.cache, len(ids) - 1, self.config.depths
-        embeds, hidden = self.masks(depths - 1)
-        embeds = torch.cat([self.embedded(ids[1:], target), embeds])[None]
-        hidden = torch.cat([self.fuse(features.taps), hidden])[None]
-        seen, positions = cache.behind(rows + depths - 1, ids.device)
-        attention = cache.attention(1 + len(self.further), seen, asked=depths)
-        states = self.read(embeds, hidden, positions, attention)[0]
-        cache.committed += rows
-        cache.forget_drafts()
-        state.said = Guess(self.lm_head(states), states)
-        return state.said.repeated(0, [0])
+        return self.begin_all([state], [features], [ids], target)[0]
+
+    def begin_all(self, states: list[PEagleState], features: list[Features], ids: list[Tensor], target: Target) -> list[Guess]:
+        depths, embeds, hidden, rows = self.config.depths, [], [], []
+        masks = self.masks(self.config.depths - 1)
+        for state, own, known in zip(states, features, ids, strict=True):
+            embeds += [self.embedded(known[1:], target), masks[0]]
+            hidden += [self.fuse(own.taps), masks[1]]
+            seen, positions = state.cache.behind(len(known) - 1 + depths - 1, known.device)
+            rows.append(Rows(state.cache, seen, positions, asked=depths))
+        attention, asked = side_by_side(1 + len(self.further), rows)
+        positions = torch.cat([own.positions for own in rows], dim=1)
+        read = self.read(torch.cat(embeds)[None], torch.cat(hidden)[None], positions, attention, asked)[0]
+        said = Guess(self.lm_head(read), read)
+        for place, (state, known) in enumerate(zip(states, ids, strict=True)):
+            state.cache.committed += len(known) - 1
+            state.cache.forget_drafts()
+            state.said = said.rows(slice(place * depths, (place + 1) * depths))
+        return [state.said.repeated(0, [0]) for state in states if state.said]
 
     def deepen(self, state: PEagleState, nodes: list[int], tokens: Tensor, shape: Shape, target: Target) -> Guess:
         assert state.said is not None, "begin comes first"

@@ -9,6 +9,7 @@ states of its own draft.
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,26 +17,33 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..target import Features, Target
-from .base import Depth, DraftHead, Guess, Shape, counted, marked
+from .base import Ask, Depth, DraftHead, Guess, Shape, counted, marked
 from .layers import LlamaRotaryEmbedding, causal, unrolled_attention
 
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # which layer, its q, k and v -> mixed [batch, heads, rows, dim]
 
 
 def through(
-    layers: Sequence[Any], entered: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention
+    layers: Sequence[Any],
+    entered: Tensor,
+    residual: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    attention: Attention,
+    asked: Sequence[int] | None = None,
 ) -> Tensor:
     """The output [batch, rows, hidden] of layers one on the other, before any final norm.
 
     ``layers``: a FeatureLayer or PlainLayer, then PlainLayers. ``entered`` and ``residual`` are what the first one's
-    attention reads and what it adds to. The output has the last rows alone where ``attention`` answers for no more.
+    attention reads and what it adds to. ``asked``: the rows that the last layer's attention answers for; None: all.
     """
     hidden = residual
     for i, layer in enumerate(layers):
         if i > 0:
             entered, residual = layer.enter(hidden)
         mixed = attention(i, *layer.self_attn.project(entered, rotary))
-        hidden = layer.leave(residual[:, -mixed.shape[2] :], mixed)
+        if asked is not None and i == len(layers) - 1 and len(asked) < residual.shape[1]:
+            residual = residual[:, asked]
+        hidden = layer.leave(residual, mixed)
     return hidden
 
 
@@ -92,6 +100,37 @@ class Cache:
         """Who sees whom among ``rows`` new rows in a chain behind the committed ones, and their positions [1, rows]."""
         seen = torch.ones(rows, self.committed + rows, dtype=torch.bool, device=device).tril(self.committed)
         return seen, torch.arange(self.committed, self.committed + rows, device=device)[None]
+
+
+@dataclass
+class Rows:
+    """New rows of one sequence: who sees whom among them, bool [rows, cached + rows], their positions [1, rows], and how many
+    of them, the last ones, a forward is asked for."""
+
+    cache: Cache
+    seen: Tensor
+    positions: Tensor
+    asked: int
+
+    def __len__(self) -> int:
+        return len(self.seen)
+
+
+def side_by_side(layers: int, each: Sequence[Rows]) -> tuple[Attention, list[int]]:
+    """Attention of several sequences' rows, one sequence behind the other, and which of all the rows are asked for.
+
+    Everything but the attention itself works row by row, so that sequences share it without padding.
+    """
+    attentions = [own.cache.attention(layers, own.seen, own.asked) for own in each]
+    sizes = [len(own) for own in each]
+    ends = list(accumulate(sizes))
+    asked = [row for own, end in zip(each, ends, strict=True) for row in range(end - own.asked, end)]
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = zip(attentions, *(rows.split(sizes, dim=2) for rows in (q, k, v)), strict=True)
+        return torch.cat([attention(layer, *part) for attention, *part in parts], dim=2)
+
+    return attentions[0] if len(each) == 1 else attend, asked
 
 
 @dataclass
@@ -164,32 +203,54 @@ class RecurrentHead(DraftHead):
         return RecurrentState()
 
     def begin(self, state: RecurrentState, features: Features, ids: Tensor, target: Target) -> Guess:
-        cache, rows = state.cache, len(ids) - 1
-        cache.forget_drafts()
-        seen, positions = cache.behind(rows, ids.device)
-        hidden, read = self._step(cache, self.feature(features), ids[1:], positions, seen, 1, target)
-        cache.committed += rows
-        state.hidden, state.slots = {0: hidden}, []
-        return Guess(self.readout(target)(read), read)
+        return self.begin_all([state], [features], [ids], target)[0]
 
     def deepen(self, state: RecurrentState, nodes: list[int], tokens: Tensor, shape: Shape, target: Target) -> Guess:
-        committed = state.cache.committed
-        state.slots += nodes
-        seen = seen_by(nodes, state.slots, shape, committed, tokens.device)
-        positions = torch.tensor([[committed - 1 + shape.depths[node] for node in nodes]], device=tokens.device)
-        parents = torch.cat([state.hidden[shape.parents[node - 1]] for node in nodes])
-        hidden, read = self._step(state.cache, parents, tokens, positions, seen, len(nodes), target)
-        state.hidden |= {node: hidden[i : i + 1] for i, node in enumerate(nodes)}
-        return Guess(self.readout(target)(read), read)
+        return self.deepen_all([state], [Ask(nodes, tokens, shape)], target)[0]
 
-    def _step(
-        self, cache: Cache, hidden: Tensor, tokens: Tensor, positions: Tensor, seen: Tensor, asked: int, target: Target
-    ) -> tuple[Tensor, Tensor]:
-        """One forward of rows [n] behind the cache's: what ``leave`` makes of the last ``asked``, both [asked, hidden]."""
+    def begin_all(
+        self, states: list[RecurrentState], features: list[Features], ids: list[Tensor], target: Target
+    ) -> list[Guess]:
+        rows = []
+        for state, known in zip(states, ids, strict=True):
+            state.cache.forget_drafts()
+            rows.append(Rows(state.cache, *state.cache.behind(len(known) - 1, known.device), asked=1))
+        read = Features(*(torch.cat([getattr(own, part) for own in features]) for part in ("taps", "last")))
+        hidden, guess = self._step(rows, self.feature(read), torch.cat([known[1:] for known in ids]), target)
+        guesses = []
+        for place, (state, own) in enumerate(zip(states, rows, strict=True)):
+            state.cache.committed += len(own)
+            state.hidden, state.slots = {0: hidden[place : place + 1]}, []
+            guesses.append(guess.rows(slice(place, place + 1)))
+        return guesses
+
+    def deepen_all(self, states: list[RecurrentState], asks: list[Ask], target: Target) -> list[Guess]:
+        rows, parents = [], []
+        for state, ask in zip(states, asks, strict=True):
+            committed, device = state.cache.committed, ask.tokens.device
+            state.slots += ask.nodes
+            seen = seen_by(ask.nodes, state.slots, ask.shape, committed, device)
+            positions = torch.tensor([[committed - 1 + ask.shape.depths[node] for node in ask.nodes]], device=device)
+            rows.append(Rows(state.cache, seen, positions, asked=len(ask.nodes)))
+            parents += [state.hidden[ask.shape.parents[node - 1]] for node in ask.nodes]
+        hidden, guess = self._step(rows, torch.cat(parents), torch.cat([ask.tokens for ask in asks]), target)
+        guesses, first = [], 0
+        for state, ask in zip(states, asks, strict=True):
+            own = slice(first, first + len(ask.nodes))
+            state.hidden |= {node: hidden[own.start + i : own.start + i + 1] for i, node in enumerate(ask.nodes)}
+            guesses.append(guess.rows(own))
+            first = own.stop
+        return guesses
+
+    def _step(self, each: list[Rows], hidden: Tensor, tokens: Tensor, target: Target) -> tuple[Tensor, Guess]:
+        """One forward of all the sequences' rows, one behind the other, ``hidden`` [rows, hidden] before them: what is fed
+        back below those that are asked for, and the guess of their children."""
         entered, residual = self.enter(target.embed(tokens).to(hidden.dtype)[None], hidden[None])
-        attention = cache.attention(len(self.stack), seen, asked)
-        out = through(self.stack, entered, residual, self.rotary(entered, positions), attention)
-        return self.leave(out[0])
+        attention, asked = side_by_side(len(self.stack), each)
+        positions = torch.cat([own.positions for own in each], dim=1)
+        out = through(self.stack, entered, residual, self.rotary(entered, positions), attention, asked)
+        hidden, read = self.leave(out[0])
+        return hidden, Guess(self.readout(target)(read), read)
 
 
 def seen_by(nodes: list[int], slots: list[int], shape: Shape, committed: int, device: torch.device) -> Tensor:

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from draftsmith.data.features import FeatureBatch
-from draftsmith.eval.tree import chain, full
-from draftsmith.eval.verifier import generate
+from draftsmith.eval.proposers import HeadProposer
+from draftsmith.eval.tree import chain, full, parse
+from draftsmith.eval.verifier import Request, decode, generate
 from draftsmith.heads.base import Depth, DraftHead, Guess
 from draftsmith.heads.drafting import Adaptive
 from draftsmith.heads.kinds import KINDS, load_head
@@ -80,6 +81,31 @@ def test_the_greedy_text_is_the_targets_own_on_any_target(case: str, name: str) 
         plain = generate(target, None, [5, 6, 7, 8], chain(1), 16).tokens
         for shape in (chain(DEPTHS), full([2, 2, 1])):
             assert generate(target, head, [5, 6, 7, 8], shape, 16).tokens == plain
+
+
+@pytest.mark.parametrize("form", ["chain:3", "tree:2x2x1", "dynamic:7,k=3,depth=3", "chain:3,stop=0.02"])
+@pytest.mark.parametrize("case", CASES)
+def test_drafts_for_several_sequences_are_those_for_each(case: str, form: str) -> None:
+    """Sequences that start at different lengths and accept different numbers of tokens, in one pass and each alone."""
+    target = a_target("tied")
+    proposer = HeadProposer(make_head(target, case), parse(form))
+    asked = [Request(prompt, 9) for prompt in ([5, 6, 7, 8], [9], [4, 4, 30, 31, 32, 33, 34], [77, 5])]
+    with proposer.adapted(target):
+        together = decode(target, proposer, asked, batch=3).generations
+        alone = decode(target, proposer, asked).generations
+    for ours, theirs in zip(together, alone, strict=True):
+        assert (ours.tokens, ours.accepted, ours.drafted) == (theirs.tokens, theirs.accepted, theirs.drafted)
+
+
+@pytest.mark.parametrize("case", ["eagle3", "eagle3-layers", "peagle"])
+def test_sequences_share_a_heads_forward(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = a_target("tied")
+    head = make_head(target, case)
+    seen: list[int] = []
+    lm_head, read = head.lm_head, head.lm_head.forward  # type: ignore[union-attr]
+    monkeypatch.setattr(lm_head, "forward", lambda x: seen.append(len(x)) or read(x))
+    decode(target, HeadProposer(head, chain(3)), [Request([5, 6, i], 2) for i in range(4)], batch=4)
+    assert seen == ([4 * DEPTHS] if case == "peagle" else [4, 4, 4])  # a pass: one forward a level, or one for all levels
 
 
 @pytest.mark.slow
