@@ -19,7 +19,7 @@ import torch
 
 from ..errors import UserError
 from ..heads.base import Draft, DraftHead, Shape
-from ..heads.drafting import Form, draft
+from ..heads.drafting import Drafting, Form, draft_all
 from ..heads.growing import Dynamic
 from ..sampling import GREEDY, Sampling
 from ..target import Target
@@ -104,7 +104,7 @@ class Costs:
     """Median seconds behind ``context`` tokens, for ``batch`` sequences that share a pass.
 
     ``verify``: the target's pass, by tokens of a sequence. ``begin``: the head reads what is new and says the first token.
-    ``level``: it reads one level of a draft and says the next, by nodes of the level. The head's are those of one sequence.
+    ``level``: it reads one level of a draft and says the next, by nodes of the level.
     """
 
     context: int
@@ -118,7 +118,7 @@ class Costs:
         if not nodes:
             return self.verify[1]
         drafting = self.begin + sum(count * between(self.level, read) for read, count in levels.items())
-        return between(self.verify, 1 + nodes) + self.batch * drafting
+        return between(self.verify, 1 + nodes) + drafting
 
 
 def between(measured: dict[int, float], at: float) -> float:
@@ -259,7 +259,7 @@ def measured(
     context = int(statistics.median(map(len, asked))) + max_new // 2
     context = max(2 * ROUNDS + 4, min(context, target.max_positions - depths - 2))
     ids = torch.tensor((asked[0] * context)[:context], device=target.device)
-    jobs = passes(target, ids, tokens, batch) | drafts(target, head, ids, depths, width, sampled)
+    jobs = passes(target, ids, tokens, batch) | drafts(target, head, ids, depths, width, batch, sampled)
     times: dict[Any, list[float]] = {name: [] for name in jobs}
     for round in range(ROUNDS + 1):
         for name, job in jobs.items():
@@ -298,24 +298,25 @@ def passes(target: Target, ids: torch.Tensor, tokens: int, batch: int) -> dict[A
 
 
 def drafts(
-    target: Target, head: DraftHead, ids: torch.Tensor, depths: int, width: int, sampled: Sampling | None
+    target: Target, head: DraftHead, ids: torch.Tensor, depths: int, width: int, batch: int, sampled: Sampling | None
 ) -> dict[Any, Callable[[], None]]:
     """Drafts behind ``ids``: of one token under "begin", and under (n,) of ``depths`` levels of n nodes."""
     features = target.features(ids[None], head.config.taps)
-    wide = Dynamic(sum(width**2 for _ in range(depths)), width, depths)  # so large that no level is narrower
+    wide = Dynamic(depths * width**2, width, depths)  # so large that no level is narrower
     forms: dict[Any, Form] = {"begin": chain(1), (1,): chain(depths)}
     if width > 1:
         forms[(width,)] = wide
 
     def write(form: Form) -> Callable[[], None]:
-        state, generator, first = head.new_state(), torch.Generator().manual_seed(0), 0
+        states, generator, first = [head.new_state() for _ in range(batch)], torch.Generator().manual_seed(0), 0
         ends = iter(range(len(ids) - 2 * ROUNDS - 2, len(ids), 2))  # two new rows a round
+        drawn = None if form is wide else sampled
 
         def run() -> None:
             nonlocal first
             end = next(ends)
             rows, known = features.rows((0, slice(first, end))), ids[first : end + 1]
-            draft(head, state, rows, known, form, target, None if form is wide else sampled, generator)
+            draft_all(head, [Drafting(state, rows, known, form, drawn, generator) for state in states], target)
             first = end
 
         return run

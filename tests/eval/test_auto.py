@@ -83,8 +83,8 @@ def test_the_choice_is_the_best() -> None:
 def test_what_a_pass_costs_by_hand() -> None:
     given = Costs(100, 2, {1: 1.0, 5: 2.0, 9: 2.0}, 0.1, {1: 0.2, 11: 0.4})
     assert given.seconds(0, {}) == 1
-    assert given.seconds(2, {}) == pytest.approx(1.5 + 2 * 0.1)
-    assert given.seconds(8, {1: 3, 6: 0.5}) == pytest.approx(2.0 + 2 * (0.1 + 3 * 0.2 + 0.5 * 0.3))
+    assert given.seconds(2, {}) == pytest.approx(1.5 + 0.1)
+    assert given.seconds(8, {1: 3, 6: 0.5}) == pytest.approx(2.0 + 0.1 + 3 * 0.2 + 0.5 * 0.3)
 
 
 # -- playing through, against decoding -------------------------------------------------------------------------
