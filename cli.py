@@ -8,15 +8,11 @@ import typer
 from rich.table import Table
 
 from .cli_data import data_app
-from .console import AsJson, Debug, Dtype, Force, Out, Seed, command_line, run_command_line, show
+from .cli_eval import eval_app
+from .cli_tasks import tasks_app
+from .console import AsJson, Debug, Dtype, Force, Out, command_line, run_command_line, show
 from .errors import UserError
-from .eval.harness import measure
-from .eval.prompts import read_prompts
-from .eval.report import table, write_report
-from .eval.settle import settle
-from .eval.tree import parse_or_search
-from .eval.typical import read_typical
-from .heads.base import check_target, read_config
+from .heads.base import read_config
 from .heads.engines.published import import_head
 from .heads.engines.registry import ENGINES, exports, served
 from .heads.engines.registry import export as export_head
@@ -24,13 +20,14 @@ from .heads.kinds import KINDS, load_head
 from .outputs import new_directory, refuse_existing
 from .recipes import shelf
 from .recipes.schema import load_recipe, shipped
-from .sampling import Sampling
 from .target import Target
 from .train.__main__ import train_command
 
 app = command_line(no_args_is_help=True)
 recipes_app = command_line(no_args_is_help=True, help="The recipes that come with draftsmith.")
 app.add_typer(data_app, name="data")
+app.add_typer(eval_app, name="eval")
+app.add_typer(tasks_app, name="tasks")
 app.add_typer(recipes_app, name="recipes")
 app.command("train")(train_command)
 
@@ -42,54 +39,6 @@ TargetName = Annotated[
 @app.callback()
 def draftsmith() -> None:
     """Train, measure and export draft heads for speculative decoding."""
-
-
-@app.command("eval")
-def evaluate(
-    head: Annotated[Path, typer.Argument(help="a head directory, such as a run's head/")],
-    prompts: Annotated[Path, typer.Option(help="JSONL of messages, prompt or turns")],
-    out: Out,
-    target: TargetName = None,
-    tree: Annotated[
-        str,
-        typer.Option(
-            help="none, chain:5, chain:8,stop=0.3, tree:4x2x1 (children by depth), a JSON list of paths, dynamic:24, beam:4x5 "
-            "or search:24; see docs/evaluation.md"
-        ),
-    ] = "chain:5",
-    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="1 switches it off")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="0 switches it off")] = 0,
-    sampled_drafts: Annotated[
-        bool, typer.Option("--sampled-drafts", help="draw drafts instead of taking the likeliest")
-    ] = False,
-    lossy_typical: Annotated[
-        str | None, typer.Option(help="EPS[,DELTA]: Medusa's typical acceptance, which changes the text; 0.09,0.3 is Medusa's")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="per prompt")] = 128,
-    limit: Annotated[int | None, typer.Option(min=1, help="use the first N prompts")] = None,
-    baseline: Annotated[int | None, typer.Option(min=0, help="decode the first N plainly too; default: all")] = None,
-    dtype: Dtype = "auto",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda:0, ...; auto spreads the target")] = None,
-    seed: Seed = 0,
-    force: Annotated[bool, typer.Option("--force", help="replace the output; allow another target of the same sizes")] = False,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """Measure a head: acceptance length, acceptance by position, speed against plain decoding."""
-    form, sampling = parse_or_search(tree), Sampling(temperature, top_k, top_p)
-    typical = read_typical(lossy_typical) if lossy_typical is not None else None
-    with new_directory(out, force) as partial:
-        config, chosen = read_config(head), read_prompts(prompts)[:limit]
-        loaded = Target.load(target or config.target.name, dtype, device)
-        check_target(config, loaded, force)
-        drafting = load_head(head).to(loaded.device)
-        proposer, rest, found = settle(loaded, drafting, form, chosen, max_new_tokens, sampling, sampled_drafts, 1, seed, True)
-        result = measure(loaded, proposer, rest, max_new_tokens, sampling, 1, baseline, seed, True, typical)
-        result["search"] = found
-        about = {"head": str(head), "prompts": str(prompts), "dtype": str(loaded.dtype), "device": str(loaded.device)}
-        write_report([result], partial, {**about, "max_new_tokens": max_new_tokens, "seed": seed})
-    show({"results": [result], "out": str(out)}, as_json, table(result, {"report": out / "report.html"}))
 
 
 @app.command()

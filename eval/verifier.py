@@ -149,7 +149,8 @@ def decode(
         )
     if sampling.greedy and getattr(proposer, "drawn", False):
         raise UserError("--sampled-drafts draws drafts at a --temperature above 0: set one, or leave it out.")
-    waiting, running, cache = deque(enumerate(requests)), [], None
+    waiting, running = deque(enumerate(requests)), []
+    cache: Any = None
     watch, passes = Stopwatch(target.device), []
     done: dict[int, Generation] = {}
     full = min(batch, len(requests))

@@ -1,6 +1,7 @@
 """``accelerate launch -m draftsmith.train RECIPE``: train, and choose the best head by the verifier's own τ."""
 
 import json
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -20,10 +21,11 @@ from .loop import Score, train
 
 
 def verifier_score(recipe: Recipe) -> Score | None:
-    """τ of a head on the recipe's first held-out prompts, greedy; None when the recipe asks for no prompts."""
+    """τ of a head on the recipe's first held-out prompts, first questions alone, greedy; None when it asks for no prompts."""
     if not recipe.eval.prompts:
         return None
-    prompts = read_prompts(recipe.sources("held_out"))[: recipe.eval.prompts]
+    read = read_prompts(recipe.sources("held_out"))[: recipe.eval.prompts]
+    prompts = [replace(prompt, later=()) for prompt in read]
     shape = parse(recipe.eval.tree)
 
     def score(target: Target, head: DraftHead) -> float:
