@@ -1,8 +1,10 @@
 """The pictures of a report: each drawn only where there is something to see, and readable with one result or a dozen."""
 
+import io
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
@@ -18,6 +20,18 @@ DASHES = ("-", "--", ":")
 TRIED = 10  # drafts; a share of fewer is noise
 WIDTH = 5.6  # inches, so that the letters can be read on a phone
 LETTERS = 64  # that a legend's line has room for
+
+
+def pictures(results: Results) -> dict[str, bytes]:
+    """The figures as PNG files by name."""
+    with rc_context({"text.parse_math": False}):  # a dollar in a name is a dollar
+        return {name: png(figure) for name, figure in plots(results).items()}
+
+
+def png(figure: Figure) -> bytes:
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=160, format="png")
+    return drawn.getvalue()
 
 
 def plots(results: Results) -> dict[str, Figure]:

@@ -1,6 +1,5 @@
 """A report of measurements: JSON for scripts, a page and pictures for people, a short table on the terminal."""
 
-import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from rich.table import Table
 
 from ..errors import UserError
 from .page import page
-from .plots import plots
+from .plots import pictures
 from .words import caveats, labels, rows, verdict
 from .words import title as title  # what a result is called, for whoever shows one
 
@@ -25,13 +24,10 @@ def write_report(results: Sequence[dict[str, Any]], out: Path, about: dict[str, 
     """
     document = {"version": VERSION, "about": about, "results": list(results)}
     (out / FILE).write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    pictures = {}
-    for name, figure in plots(results).items():
-        drawn = io.BytesIO()
-        figure.savefig(drawn, dpi=160, format="png")
-        pictures[name] = drawn.getvalue()
-        (out / f"{name}.png").write_bytes(pictures[name])
-    (out / "report.html").write_text(page(results, about, pictures), encoding="utf-8")
+    drawn = pictures(results)
+    for name, data in drawn.items():
+        (out / f"{name}.png").write_bytes(data)
+    (out / "report.html").write_text(page(results, about, drawn), encoding="utf-8")
 
 
 def read_report(path: Path) -> dict[str, Any]:

@@ -3,10 +3,8 @@
 import random
 from typing import Any
 
-from draftsmith.eval.harness import sample
 from draftsmith.eval.measures import Answer, measures, sizes
 from draftsmith.eval.verifier import Generation
-from draftsmith.target import Target
 
 
 def thrown(rng: random.Random, sure: float, depth: int, tokens: int, pace: float) -> Generation:
@@ -34,7 +32,6 @@ def entry(
     categories: tuple[str, ...] = ("math", "chat", "code"),
     tokens: int = 150,
     pace: float = 0.05,
-    target: Target | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
     """One entry; ``changes`` replace its keys. The same seed asks the same questions."""
@@ -72,7 +69,7 @@ def entry(
         "lossy": None,
         "by_category": by_category,
         "per_prompt": [row(answer) for answer in answers],
-        "sample": sample(answers[0], target) if target else pieces(runs[0]),
+        "sample": pieces(runs[0]),
         **changes,
     }
 
@@ -82,6 +79,7 @@ def row(answer: Answer) -> dict[str, Any]:
     return {
         "id": f"q{answer.question}",
         "turn": answer.turn,
+        "asked": f"{answer.question:012x}",
         "category": answer.category,
         "accepted": sum(drafted.accepted),
         "passes": len(drafted.accepted),
