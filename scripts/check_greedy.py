@@ -1,13 +1,13 @@
 """Is our greedy text the library's own? Decodes prompts with drafts and compares them with transformers' generate.
 
-Float32, greedy, token for token: every prompt with EAGLE-3 chains and trees and Medusa trees. Name head directories, or
-name none: then fresh heads are fitted for a few steps on the answers to every other prompt, so that some of their drafts
-are accepted and some are not. Where two texts part, the margin of the target's two best tokens there is reported; below
-the verifier's near-tie bound that is rounding, above it a bug. Writes docs/results/greedy.json; exits with status 1
-unless every text is equal but for near-ties.
+Float32, greedy, token for token: every prompt with every proposer at every batch size. Name head directories, model:DIR and
+look-ups as draftsmith eval does, or name none: then fresh heads are fitted for a few steps on the answers to every other
+prompt, so that some of their drafts are accepted and some are not. Where two texts part, the margin of the target's two best
+tokens there is reported; below the verifier's near-tie bound that is rounding, above it a bug. Writes
+docs/results/greedy.json; exits with status 1 unless every text is equal but for near-ties.
 
-    python scripts/check_greedy.py                                      # the full check: 50 prompts, 32 tokens
-    python scripts/check_greedy.py runs/demo/head --prompts 10          # a trained head, a sample
+    python scripts/check_greedy.py                                      # fresh heads: 50 prompts, 32 tokens
+    python scripts/check_greedy.py runs/demo/head ngram suffix lookahead --task spec_bench --prompts 100 --batch 1 4
 """
 
 import argparse
@@ -29,13 +29,16 @@ from draftsmith.data.vocab import choose, count_tokens, special_ids
 from draftsmith.errors import UserError
 from draftsmith.eval.harness import NEAR_TIE, divergence
 from draftsmith.eval.measures import per_position, tau
-from draftsmith.eval.prompts import read_prompts
+from draftsmith.eval.prompts import Prompt, read_prompts
+from draftsmith.eval.proposers import HeadProposer, Proposer
+from draftsmith.eval.registry import read_head, read_lookup
+from draftsmith.eval.tasks import read_task
 from draftsmith.eval.tree import parse
-from draftsmith.eval.verifier import Generation, generate
+from draftsmith.eval.verifier import Request, decode
 from draftsmith.fetch import DEMO_TARGET
-from draftsmith.heads.base import DraftHead, check_target
+from draftsmith.heads.base import DraftHead
 from draftsmith.heads.drafting import Form
-from draftsmith.heads.kinds import KINDS, load_head
+from draftsmith.heads.kinds import KINDS
 from draftsmith.target import Target
 from draftsmith.train.objectives import Objective
 from draftsmith.train.step import judged
@@ -50,13 +53,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = read_options(arguments)
     torch.set_num_threads(options.threads)
     target = Target.load(options.target, dtype="float32")
-    prompts = [prompt.ids(target) for prompt in read_prompts(options.prompts_file)[: options.prompts]]
+    asked = read_task(options.task) if options.task else read_prompts(options.prompts_file)
+    prompts = [prompt.ids(target) for prompt in spaced(asked, options.prompts)]
     texts = [library_text(target, ids, options.max_new) for ids in bar("transformers' generate", prompts)]
-    heads = load(options.heads, target) if options.heads else fit_fresh(target, prompts, texts, options.steps)
+    heads = {} if options.proposers else fit_fresh(target, prompts, texts, options.steps)
+    named = [(name, read_lookup(name)) for name in options.proposers]
+    heads |= {name: read_head(name, target) for name, found in named if found is None}
+    proposers = [(name, found) for name, found in named if found is not None]
+    proposers += [(name, HeadProposer(head, form)) for name, head in heads.items() for form in drafts(head)]
     cases = [
-        compare(name, head, shape, target, prompts, texts, options.max_new)
-        for name, head in heads.items()
-        for shape in drafts(head)
+        compare(name, proposer, target, prompts, texts, options.max_new, batch)
+        for name, proposer in proposers
+        for batch in options.batch
     ]
     report = {
         "command": " ".join(["python", "scripts/check_greedy.py", *(sys.argv[1:] if arguments is None else arguments)]),
@@ -73,15 +81,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare greedy texts with transformers' generate, token for token.")
-    parser.add_argument("heads", nargs="*", type=Path, help="head directories (default: fresh heads, fitted for --steps)")
+    parser.add_argument("proposers", nargs="*", help="as draftsmith eval takes them (default: fresh heads, fitted for --steps)")
     parser.add_argument("--target", default=DEMO_TARGET)
     parser.add_argument("--prompts-file", type=Path, default=ROOT / "recipes/demo/heldout.jsonl")
+    parser.add_argument("--task", help="a benchmark instead of the prompts file, evenly spaced questions of it")
     parser.add_argument("--prompts", type=int, default=50)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--max-new", type=int, default=32)
     parser.add_argument("--steps", type=int, default=30, help="training steps of fresh heads; 0 leaves them untrained")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, default=ROOT / "docs/results/greedy.json")
     return parser.parse_args(arguments)
+
+
+def spaced(prompts: Sequence[Prompt], count: int) -> Sequence[Prompt]:
+    """So many of the prompts, evenly spaced, so that every category has its share."""
+    count = min(count, len(prompts))
+    return [prompts[i * len(prompts) // count] for i in range(count)]
 
 
 def bar(title: str, items: list) -> Any:
@@ -108,13 +124,6 @@ def library_text(target: Target, prompt: list[int], max_new: int) -> list[int]:
 
 
 # -- the heads -----------------------------------------------------------------------------------------------------
-
-
-def load(directories: list[Path], target: Target) -> dict[str, DraftHead]:
-    heads = {str(directory): load_head(directory) for directory in directories}
-    for head in heads.values():
-        check_target(head.config, target)
-    return heads
 
 
 def fit_fresh(target: Target, prompts: list[list[int]], texts: list[list[int]], steps: int) -> dict[str, DraftHead]:
@@ -158,34 +167,36 @@ def drafts(head: DraftHead) -> list[Form]:
 
 def compare(
     name: str,
-    head: DraftHead,
-    shape: Form,
+    proposer: Proposer,
     target: Target,
     prompts: list[list[int]],
     texts: list[list[int]],
     max_new: int,
+    batch: int = 1,
 ) -> dict[str, Any]:
-    """One head and shape on every prompt: how many texts are equal, and where the others part."""
-    generations: list[Generation] = []
-    parted: list[dict[str, Any]] = []
-    start = time.perf_counter()
-    for i, (prompt, text) in enumerate(zip(bar(f"{name} {shape.name}", prompts), texts, strict=True)):
-        generations.append(generate(target, head, prompt, shape, max_new))
-        if generations[-1].tokens != text:
-            parted.append({"prompt": i, **divergence(target, prompt, generations[-1].tokens, text)})
+    """One proposer and batch size on every prompt: how many texts are equal, and where the others part."""
+    start, form = time.perf_counter(), proposer.described()["name"]
+    note(f"{name} {form}, batch {batch}: decoding {len(prompts)} prompts")
+    generations = decode(target, proposer, [Request(prompt, max_new) for prompt in prompts], batch=batch).generations
+    parted = [
+        {"prompt": i, **divergence(target, prompts[i], generation.tokens, text)}
+        for i, (generation, text) in enumerate(zip(generations, texts, strict=True))
+        if generation.tokens != text
+    ]
     case = {
-        "head": name,
-        "draft": shape.name,
+        "proposer": name,
+        "draft": form,
+        "batch": batch,
         "equal": len(prompts) - len(parted),
         "near_ties": [place for place in parted if place["margin"] < NEAR_TIE],
         "different": [place for place in parted if place["margin"] >= NEAR_TIE],
         "lossless": all(place["margin"] < NEAR_TIE for place in parted),
         "emitted_tokens": sum(len(generation.tokens) for generation in generations),
         "tau": round(tau(generations), 4),
-        "accepted_per_position": [round(share, 4) for share in per_position(generations, shape.length)],
+        "accepted_per_position": [round(share, 4) for share in per_position(generations, proposer.length)],
         "seconds": round(time.perf_counter() - start, 1),
     }
-    note(f"{name}, {shape.name}: {case['equal']} of {len(prompts)} texts equal, τ {case['tau']}")
+    note(f"{name}, {form}, batch {batch}: {case['equal']} of {len(prompts)} texts equal, τ {case['tau']}")
     return case
 
 

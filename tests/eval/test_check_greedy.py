@@ -7,6 +7,8 @@ from types import ModuleType
 
 import pytest
 
+from draftsmith.eval.proposers import HeadProposer
+from draftsmith.eval.tree import chain
 from draftsmith.target import Target
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "check_greedy.py"
@@ -28,7 +30,7 @@ def test_six_prompts_are_decoded_as_transformers_does(check_greedy: ModuleType, 
     assert check_greedy.main(arguments) == 0
     report = json.loads(out.read_text())
     assert report["lossless"] and report["command"].endswith(" ".join(arguments))
-    drafts = [(case["head"], case["draft"]) for case in report["cases"]]
+    drafts = [(case["proposer"], case["draft"]) for case in report["cases"]]
     assert drafts == [("fresh eagle3", "chain:5"), ("fresh eagle3", "tree:3x2x1x1"), ("fresh medusa", "tree:3x2x1x1")]
     for case in report["cases"]:
         assert case["equal"] + len(case["near_ties"]) == 6 and case["different"] == []
@@ -41,8 +43,8 @@ def test_a_wrong_text_is_reported(check_greedy: ModuleType, lively_target: Targe
     wrong = [texts[0], [*texts[1][:3], (texts[1][3] + 1) % 128, *texts[1][4:]]]
     heads = check_greedy.KINDS["eagle3"]
     head = heads.create(lively_target, heads.Options(), None, 2, check_greedy.torch.arange(128)).eval()
-    for given, equal in ((texts, 2), (wrong, 1)):
-        case = check_greedy.compare("fresh", head, check_greedy.parse("chain:2"), lively_target, prompts, given, 8)
+    for given, equal, batch in ((texts, 2, 1), (texts, 2, 2), (wrong, 1, 1)):
+        case = check_greedy.compare("fresh", HeadProposer(head, chain(2)), lively_target, prompts, given, 8, batch)
         assert case["equal"] == equal and case["lossless"] == (equal == 2)
     assert [(place["prompt"], place["token"]) for place in case["different"]] == [(1, 3)]
 
