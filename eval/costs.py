@@ -7,6 +7,7 @@ rounds, and the medians are fitted by a surface that rises along every axis and 
 
 import statistics
 import time
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -49,8 +50,8 @@ class Surface:
     total cost.
     """
 
-    axes: tuple[tuple[float, ...], ...]  # context, batch, tokens
-    values: np.ndarray  # one longer along every axis of several points: far outside them
+    axes: tuple[tuple[float, ...], ...]  # context, batch, tokens; the last of several points lies far outside the table
+    values: list[Any]  # [*axes]
     spreads: tuple[float, ...]
     bound = False
 
@@ -72,7 +73,8 @@ class Surface:
             missing = np.argwhere(np.isnan(values))[0]
             gap = ", ".join(f"{name} {axis[at]:g}" for name, axis, at in zip(names, axes, missing, strict=True))
             raise UserError(f"the costs have no row for {gap}: give every combination of the values that occur.")
-        return cls(axes, extended(rising(values), axes), tuple(spreads))
+        wider = tuple((*axis, axis[-1] + FAR * (axis[-1] - axis[-2])) if len(axis) > 1 else axis for axis in axes)
+        return cls(wider, extended(rising(values)).tolist(), tuple(spreads))
 
     def seconds(self, batch: float, tokens: float, context: float = 0) -> float:
         if len(self.axes[1]) == 1 and self.axes[1][0] == 1:
@@ -91,7 +93,7 @@ class Surface:
         """Whether a pass is larger than any that was measured."""
         if len(self.axes[1]) == 1 and self.axes[1][0] == 1:
             batch, tokens = 1, batch * tokens
-        return batch > self.axes[1][-1] or tokens > self.axes[2][-1]
+        return batch > measured(self.axes[1])[-1] or tokens > measured(self.axes[2])[-1]
 
 
 @dataclass(frozen=True)
@@ -137,32 +139,33 @@ def rising(values: np.ndarray) -> np.ndarray:
     return np.sqrt(above * below)
 
 
-def far(axis: Sequence[float]) -> float:
-    return axis[-1] + FAR * (axis[-1] - axis[-2])
+def measured(axis: Sequence[float]) -> Sequence[float]:
+    """A surface's axis without the point outside the table."""
+    return axis[:-1] if len(axis) > 1 else axis
 
 
-def extended(values: np.ndarray, axes: Sequence[Sequence[float]]) -> np.ndarray:
+def extended(values: np.ndarray) -> np.ndarray:
     """The array with a far point behind the last of every axis of several points, rising still."""
-    for i, axis in enumerate(axes):
-        if len(axis) > 1:
-            last, before = np.take(values, [-1], i), np.take(values, [-2], i)
-            values = np.concatenate([values, last + FAR * (last - before)], i)
-    for i in range(values.ndim):
-        values = np.maximum.accumulate(values, i)
+    for axis, size in enumerate(values.shape):
+        if size > 1:
+            last, before = np.take(values, [-1], axis), np.take(values, [-2], axis)
+            values = np.concatenate([values, last + FAR * (last - before)], axis)
+    for axis in range(values.ndim):
+        values = np.maximum.accumulate(values, axis)
     return values
 
 
-def interpolated(values: np.ndarray, axes: Sequence[Sequence[float]], point: Sequence[float]) -> float:
-    """Linear between the nearest points of every axis in turn; ``values`` as ``extended`` gives them."""
+def interpolated(values: Any, axes: Sequence[Sequence[float]], point: Sequence[float]) -> float:
+    """Linear between the nearest points of every axis in turn; ``values`` are nested lists [*axes]."""
     if not axes:
-        return float(values)
-    if len(axes[0]) == 1:
+        return values
+    axis = axes[0]
+    if len(axis) == 1:
         return interpolated(values[0], axes[1:], point[1:])
-    at = [*axes[0], far(axes[0])]
-    left = int(np.clip(np.searchsorted(at, point[0]) - 1, 0, len(at) - 2))
-    share = max(0.0, (point[0] - at[left]) / (at[left + 1] - at[left]))
-    low, high = (interpolated(values[i], axes[1:], point[1:]) for i in (left, left + 1))
-    return low + share * (high - low)
+    left = min(max(bisect_left(axis, point[0]) - 1, 0), len(axis) - 2)
+    share = max(0.0, (point[0] - axis[left]) / (axis[left + 1] - axis[left]))
+    low = interpolated(values[left], axes[1:], point[1:])
+    return low + share * (interpolated(values[left + 1], axes[1:], point[1:]) - low) if share else low
 
 
 # -- measuring -------------------------------------------------------------------------------------------------

@@ -149,11 +149,13 @@ class Hardware(Known):
 class Service(Known):
     """All that the advice reads. Seconds, bytes and tokens throughout; what is None is not known.
 
-    ``qps``: requests per second of all ``replicas``. ``batch``: requests running in one replica. ``kv_cache_use``: share of
-    the cache's blocks in use. ``memory_free``: bytes left on one replica's device. ``repetitiveness``: share of the output's
-    4-grams that stood in the prompt or the output before. ``pads``: drafts of one pass are padded to the largest.
-    ``speculating``: speculation was already on when the speeds were taken. ``sources``: for every value that is set, by its
-    name ("ttft", "proposers.eagle3.acceptance"), where it came from.
+    ``qps``: requests per second of all ``replicas``. ``batch``: requests running in one replica. ``max_batch``: the most that
+    the engine lets run at once. ``kv_cache_use``: share of the cache's blocks in use. ``memory_free``: bytes left on one
+    replica's device. ``repetitiveness``: share of the output's 4-grams that stood in the prompt or the output before.
+    ``closed``: so many clients ask again only when they are answered, which keeps the running batch; otherwise requests come
+    at their own rate. ``pads``: drafts of one pass are padded to the largest. ``speculating``: speculation was already on when
+    the speeds were taken. ``sources``: for every value that is set, by its name ("ttft", "proposers.eagle3.acceptance"),
+    where it came from.
     """
 
     name: str = "service"
@@ -161,6 +163,7 @@ class Service(Known):
     qps: Positive | None = None
     replicas: Annotated[int, Field(ge=1)] = 1
     batch: Middle | None = None
+    max_batch: Annotated[int, Field(ge=1)] | None = None
     prompt_tokens: Mean | None = None
     output_tokens: Mean | None = None
     ttft: Mean | None = None
@@ -173,6 +176,7 @@ class Service(Known):
     throughput: list[Load] = []
     step_costs: list[StepCost] = []
     hardware: Hardware | None = None
+    closed: bool = False
     pads: bool = True
     speculating: bool | None = None
     proposers: list[ProposerFacts] = []
