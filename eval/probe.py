@@ -125,7 +125,8 @@ class Probed:
             "throughput": [rung.load for rung in self.rungs],
         }
         if self.history:
-            known |= of_traffic(self.history, self.read_at) | of_speculation(self.history, self.during)
+            known |= of_traffic(self.history, self.read_at)
+            known |= of_speculation(self.history, self.during, self.temperature)
         return Service.model_validate({key: value for key, value in known.items() if value is not None}).from_("probed")
 
     def sentence(self) -> str:
@@ -157,24 +158,25 @@ def of_traffic(history: EngineMetrics, read_at: float) -> dict:
     return found
 
 
-def of_speculation(history: EngineMetrics, during: EngineMetrics | None) -> dict:
+def of_speculation(history: EngineMetrics, during: EngineMetrics | None, temperature: float | None) -> dict:
     """Whether the engine speculates, and how often it accepted: in its own traffic, or else in the probe's."""
     counts = history if (history.requests or 0) >= HISTORY or not during else during
-    facts = as_served(counts)
-    return {"speculating": counts.speculating, "proposers": [facts] if facts else None}
+    acceptance = as_counted(counts)
+    running = {"name": "served", "tokenizer_equal": True, "temperature": temperature}  # it runs, so it fits the target
+    return {"speculating": counts.speculating, "proposers": acceptance and [ProposerFacts.model_validate(running | acceptance)]}
 
 
-def as_served(counts: EngineMetrics) -> ProposerFacts | None:
-    """The engine's own proposer, whatever it is; None where nothing was drafted."""
+def as_counted(counts: EngineMetrics) -> dict | None:
+    """How often the engine's own proposer was accepted, by position where the counts tell it; None where nothing was drafted."""
     if counts.drafts:
         reached, rates = counts.drafts, []
         for accepted in counts.accepted_at:
             rates.append(Acceptance(rate=min(accepted / reached, 1.0) if reached else 0.0))
             reached = accepted
-        return ProposerFacts(name="served", acceptance=rates)
+        return {"acceptance": rates}
     if counts.tau_now and counts.rate_now:  # τ = 1 + rate × length
         length = max(1, round((counts.tau_now - 1) / counts.rate_now))
-        return ProposerFacts(name="served", engine=Engine(rate=min(counts.rate_now, 1.0), length=length))
+        return {"engine": Engine(rate=min(counts.rate_now, 1.0), length=length)}
     return None
 
 

@@ -8,19 +8,14 @@ what it refuses are checked too. Leaves runs/regenerate/report.json; exits with 
 
 import argparse
 import json
-import os
-import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
+from vllm_server import CONTEXT, PYTHON, require_engine, server
 
 from draftsmith.console import note
 from draftsmith.data.regenerate import beside
@@ -32,7 +27,6 @@ from draftsmith.fetch import DEMO_TARGET, local_path
 from draftsmith.target import Target
 
 ROOT = Path(__file__).resolve().parent.parent
-CONTEXT = 1024  # tokens of the engine
 SHORT = "Answer every question with one short sentence."
 LONG_QUESTION = "What comes next? " + "one two three four " * 400
 
@@ -47,7 +41,7 @@ def main() -> int:
     source = write_input(options)
     path = local_path(options.target)
     start = time.perf_counter()
-    with engine(options, path) as (url, version):
+    with server(options.vllm_python, path, options.target, options.out / "engine.log") as (url, version):
         seconds = {"engine_start": time.perf_counter() - start}
         served = timed(seconds, "served", lambda: regenerate(options, "served", source, "--endpoint", url))
         kill = timed(seconds, "killed", lambda: kill_and_resume(options, source, url))
@@ -84,10 +78,9 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--max-new", type=int, default=64)
     parser.add_argument("--questions", type=Path, default=ROOT / "recipes/demo/heldout.jsonl")
     parser.add_argument("--out", type=Path, default=ROOT / "runs/regenerate")
-    parser.add_argument("--vllm-python", type=Path, default=ROOT / ".venv-vllm/bin/python")
+    parser.add_argument("--vllm-python", type=Path, default=PYTHON)
     options = parser.parse_args()
-    if not options.vllm_python.exists():
-        raise UserError(f"{options.vllm_python} does not exist: run make .venv-vllm/ready, or name --vllm-python.")
+    require_engine(options.vllm_python)
     return options
 
 
@@ -106,55 +99,6 @@ def write_input(options: argparse.Namespace) -> Path:
                 messages += [{"role": "user", "content": next(questions)}, {"role": "assistant", "content": "An old answer."}]
             file.write(json.dumps({"id": f"c{i}", "messages": messages}, ensure_ascii=False) + "\n")
     return path
-
-
-# -- the engine ----------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def engine(options: argparse.Namespace, path: str) -> Iterator[tuple[str, str]]:
-    """A vLLM server of the target on a free port of loopback; yields its address and version."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [options.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", port]
-    command += ["--model", path, "--served-model-name", options.target]
-    command += ["--dtype", "float32", "--max-model-len", CONTEXT, "--max-num-seqs", 4, "--generation-config", "vllm"]
-    command += ["--enforce-eager", "--no-enable-prefix-caching"]
-    with open(options.out / "engine.log", "w", encoding="utf-8") as log:
-        process = subprocess.Popen(
-            list(map(str, command)), stdout=log, stderr=log, env=engine_environment(), start_new_session=True
-        )
-        try:
-            version = wait_for(f"http://127.0.0.1:{port}", process, options.out / "engine.log")
-            yield f"http://127.0.0.1:{port}/v1", version
-        finally:
-            process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(30)
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # the processes that it may have left behind
-
-
-def engine_environment() -> dict[str, str]:
-    """Ours without what would lead the engine's Python to our packages; one thread, and room for a few sequences."""
-    ours = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
-    asked = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    return {**ours, **asked, "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-
-
-def wait_for(url: str, process: subprocess.Popen, log: Path) -> str:
-    """The server's version once it answers. Raises UserError where it ends before, or takes ten minutes."""
-    for _ in range(600):
-        if process.poll() is not None:
-            raise UserError(f"the engine ended with status {process.returncode}: its last words are in {log}.")
-        try:
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                return httpx.get(f"{url}/version", timeout=5).json()["version"]
-        except httpx.TransportError:
-            pass
-        time.sleep(1)
-    raise UserError(f"the engine did not answer within ten minutes: its last words are in {log}.")
 
 
 # -- the command ---------------------------------------------------------------------------------------------------
