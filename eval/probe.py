@@ -167,7 +167,7 @@ def of_speculation(history: EngineMetrics, during: EngineMetrics | None, tempera
 
 
 def as_counted(counts: EngineMetrics) -> dict | None:
-    """How often the engine's own proposer was accepted, by position where the counts tell it; None where nothing was drafted."""
+    """How often the engine's own proposer was accepted, by position where the counts tell; None where nothing was drafted."""
     if counts.drafts:
         reached, rates = counts.drafts, []
         for accepted in counts.accepted_at:
