@@ -126,7 +126,7 @@ def test_trees_hold_the_likeliest_paths(tokens: list[int], nodes: int, room: int
 
 def chances(tokens: list[int], size: int, paths: set[tuple[int, ...]]) -> dict[tuple[int, ...], float]:
     """The chance of every path behind the text's last ``size`` tokens."""
-    found = {(): 1.0}
+    found: dict[tuple[int, ...], float] = {(): 1.0}
     for path in sorted(paths, key=len):
         counts = followers([tokens], tokens[-size:] + list(path[:-1]))
         found[path] = found[path[:-1]] * (counts[path[-1]] / counts.total())
