@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..heads.base import Draft, Shape
-from .lookups import LookUp, described, merged, tree
+from .lookups import LookUp, form_of, merged, tree
 from .proposers import Text
 from .tree import Settings, positive
 
@@ -88,7 +88,7 @@ class Lookahead(LookUp):
     def described(self) -> dict[str, Any]:
         prompt = "" if self.from_text else ",prompt=no"
         name = f"lookahead:{self.width}x{self.size},guesses={self.guesses}{prompt}"
-        return described(name, self.length, self.guesses * self.length)
+        return form_of(name, self.length, self.guesses * self.length)
 
     def begin(self, prompt: list[int]) -> Window:
         window = Window(Pool(self.guesses), [[]])

@@ -29,6 +29,10 @@ class LookUp(ABC):
     def adapted(self, target: Target) -> AbstractContextManager[None]:
         return nullcontext()
 
+    @abstractmethod
+    def described(self) -> dict[str, Any]:
+        """The draft's form, for the report: see ``form_of``."""
+
     def propose(self, texts: list[Text], target: Target) -> list[Draft]:
         return [self.draft(text) for text in texts]
 
@@ -47,7 +51,7 @@ class LookUp(ABC):
         return
 
 
-def described(name: str, length: int, nodes: int | None = None) -> dict[str, Any]:
+def form_of(name: str, length: int, nodes: int | None = None) -> dict[str, Any]:
     """A look-up's drafts for the report: chains of at most ``length`` tokens, or trees of so many ``nodes``."""
     kind = "chain" if nodes is None else "tree"
     return {

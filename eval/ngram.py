@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from ..errors import UserError
 from ..heads.base import Draft
-from .lookups import LookUp, chained, described
+from .lookups import LookUp, chained, form_of
 from .proposers import NOTHING, Text
 from .tree import Settings, positive
 
@@ -43,7 +43,7 @@ class NGram(LookUp):
             raise UserError(f"ngram:{settings} cannot be read ({error}): write ngram:5 or ngram:5,max=4,min=1.") from error
 
     def described(self) -> dict[str, Any]:
-        return described(f"ngram:{self.length},max={self.sizes[-1]},min={self.sizes[0]}", self.length)
+        return form_of(f"ngram:{self.length},max={self.sizes[-1]},min={self.sizes[0]}", self.length)
 
     def begin(self, prompt: list[int]) -> Index:
         index = Index()

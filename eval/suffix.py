@@ -14,7 +14,7 @@ from typing import Any, Self
 from ..errors import UserError
 from ..heads.base import Draft
 from .automaton import Automaton
-from .lookups import LookUp, chained, described, grown
+from .lookups import LookUp, chained, form_of, grown
 from .proposers import Text
 from .tree import Settings, positive
 
@@ -82,7 +82,7 @@ class Suffix(LookUp):
         nodes = f",nodes={self.nodes}" if self.nodes else ""
         name = f"suffix:{self.length},factor={self.factor:g},min={self.least:g}{memory}{nodes}"
         stop = {"below": self.least, "by": "the frequency of the path"}
-        return described(name, self.length, self.nodes or None) | {"stop": stop}
+        return form_of(name, self.length, self.nodes or None) | {"stop": stop}
 
     def begin(self, prompt: list[int]) -> Automaton:
         automaton = Automaton()
