@@ -282,6 +282,8 @@ class Target:
             if length + place != past + node
         ]
         width = max(length + len(path) for length, path in zip(lengths, paths, strict=True))
+        if not moved and width == cache.get_seq_length():
+            return
         rows, to, of = torch.tensor(moved, dtype=torch.long).reshape(-1, 3).unbind(1)
         for layer in cache.layers:
             for name in ("keys", "values"):
