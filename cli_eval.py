@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 from .console import AsJson, Debug, Out, command_line, note, show
 from .errors import UserError
-from .eval.cells import adopt, finish, finished, partial
+from .eval.cells import adopt, finish, finished, holding, partial
 from .eval.fingerprint import of_machine
 from .eval.grid import Grid
 from .eval.prompts import Prompt, read_prompts
@@ -20,6 +20,7 @@ from .eval.registry import LOOKUPS, MODEL, read_head, read_lookup
 from .eval.report import overview, table, write_report
 from .eval.sweep import Rig, refuse, sweep
 from .eval.tasks import read_task
+from .eval.tracking import TRACKERS, track
 from .eval.typical import read_typical
 from .heads.base import read_config
 from .outputs import refuse_existing
@@ -81,6 +82,7 @@ def measure_command(
     max_new_tokens: Annotated[int | None, typer.Option(min=2, help="per answer; default 128")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="use the first N prompts of every source")] = None,
     baseline: Annotated[int | None, typer.Option(min=0, help="decode the first N plainly too; default: all")] = None,
+    tracker: Annotated[str | None, typer.Option(help=" or ".join(TRACKERS) + ": log the report's numbers, too")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto (the default), float32, bfloat16 or float16")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda:0, ...; auto spreads the target")] = None,
     seed: Annotated[int | None, typer.Option(help="of everything drawn at random; default 0")] = None,
@@ -98,6 +100,8 @@ def measure_command(
     A B puts finished reports side by side.
     """
     refuse_existing(out, force)
+    if tracker not in (None, *TRACKERS):
+        raise UserError(f"--tracker {tracker!r} is none that is known: choose {' or '.join(TRACKERS)}.")
     typical = read_typical(lossy_typical) if lossy_typical is not None else None
     known = read_protocol(protocol) if protocol else None
     given = {
@@ -113,16 +117,20 @@ def measure_command(
     }
     standard = Grid.of(known) if known else Grid()
     grid = replace(standard, **{name: value for name, value in given.items() if value is not None})
+    others = {"limit": limit, "lossy_typical": lossy_typical}
+    changed = [name for name in given if getattr(grid, name) != getattr(standard, name)]
+    changed += [name for name, value in others.items() if value is not None]
     with interruptible(out):
         sources = read_sources(prompts or [], task or [], known, limit, max_new_tokens)
         loaded = Target.load(target or named_target(proposers), grid.dtype, device)
         heads = {text: read_head(text, loaded, force).to("cpu") for text in proposers if read_lookup(text) is None}
+        if not heads and (tree or sampled_drafts):
+            raise UserError(
+                "--tree and --sampled-drafts shape what heads and models draft: a look-up's settings stand behind its colon."
+            )
         rig = Rig(loaded, heads, sources, grid.max_new_tokens, baseline, grid.seed, typical)
         cells = grid.cells(proposers, heads, list(sources))
         refuse(rig, cells)
-        if force:
-            adopt(out)
-        results, failed = sweep(rig, cells, out, show=True)
         about = {
             "proposers": proposers,
             "prompts": list(sources),
@@ -130,20 +138,23 @@ def measure_command(
             "max_new_tokens": grid.max_new_tokens,
             "seed": grid.seed,
             **of_machine(loaded),
-            "failed": failed,
         }
         if known:
-            others = {"limit": limit, "lossy_typical": lossy_typical}
-            changed = [name for name in given if getattr(grid, name) != getattr(standard, name)]
-            changed += [name for name, value in others.items() if value is not None]
             about["protocol"] = {"name": protocol, "about": known.about, "tau": known.tau, "changed": changed}
-        write_report(results, partial(out), about)
-        finish(out)
+        with holding(out):
+            if force:
+                adopt(out)
+            results, failed = sweep(rig, cells, out, show=True)
+            about["failed"] = failed
+            write_report(results, partial(out), about)
+            if tracker:
+                track(results, out.name, tracker, partial(out))
+            finish(out)
     report = {"report": out / "report.html"}
     shown = table(results[0], report) if len(results) == 1 else overview(results, report)
     show({"results": results, "failed": failed, "out": str(out)}, as_json, shown)
-    if known and about["protocol"]["changed"]:
-        flags = ", ".join("--" + name.replace("_", "-") for name in about["protocol"]["changed"])
+    if known and changed:
+        flags = ", ".join("--" + name.replace("_", "-") for name in changed)
         note(f"WARNING: with {flags} this is no longer the protocol {protocol}")
     for cell in failed:
         note(f"failed: {cell['proposer']} {cell['tree'] or ''} on {cell['prompts']}: {cell['why']}")
@@ -192,5 +203,6 @@ def interruptible(out: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        note(f"interrupted: {finished(out)} finished cells are kept beside {out}; the same command goes on where it stopped.")
+        kept = f"{finished(out)} finished cells are kept in {partial(out)}"
+        note(f"interrupted: {kept}; the same command goes on where it stopped.")
         raise typer.Exit(INTERRUPTED) from None

@@ -3,11 +3,14 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 
 from ..errors import UserError
 from ..sampling import GREEDY, Sampling
 from .protocols import Protocol
 from .tree import parse_or_search
+
+SHOWN = 24  # letters of a tree that a cell's name has room for
 
 
 @dataclass(frozen=True)
@@ -30,10 +33,12 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """As progress and messages call it."""
-        form = f" {self.tree}" if self.tree else ""
+        """In the few words that a progress bar has room for."""
+        proposer = "/".join(Path(self.proposer).parts[-2:])
+        form = f" {self.tree[:SHOWN]}" if self.tree else ""
         top_p = f", top-p {self.top_p:g}" if self.top_p < 1 else ""
-        return f"{self.proposer}{form}, temperature {self.temperature:g}{top_p}, batch {self.batch}, {self.prompts}"
+        decoding = f"temperature {self.temperature:g}{top_p}, batch {self.batch}"
+        return f"{proposer}{form}, {decoding}, {Path(self.prompts).name}"
 
 
 @dataclass(frozen=True)

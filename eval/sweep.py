@@ -19,6 +19,7 @@ from .fingerprint import of_head, of_lookup, of_machine, of_prompts, of_target
 from .grid import Cell
 from .harness import measure
 from .prompts import Prompt
+from .proposers import Proposer
 from .registry import read_lookup
 from .settle import settle
 from .tree import Auto, Search, chain, parse_or_search
@@ -41,17 +42,20 @@ class Rig:
 
 
 def refuse(rig: Rig, cells: Sequence[Cell]) -> None:
-    """Raise UserError for the first cell that makes no sense, before anything is measured."""
-    for cell in cells:
-        if cell.tree is None:
-            proposer = read_lookup(cell.proposer)
-        else:
-            head, wish, prompts = rig.heads[cell.proposer], parse_or_search(cell.tree), rig.prompts[cell.prompts]
-            sought = isinstance(wish, Search | Auto)
-            if sought and len(prompts) < 2:
-                settle(rig.target, head, wish, prompts, rig.max_new)  # says why that cannot be
-            proposer = drafting(head, chain(1) if sought else wish, cell.sampled_drafts)
+    """Raise UserError for a cell that makes no sense, before anything is measured."""
+    for cell, proposer in [(cell, sketched(rig, cell)) for cell in cells]:
         decode(rig.target, proposer, [], cell.sampling, cell.batch, rig.typical)  # decodes nothing and checks all
+
+
+def sketched(rig: Rig, cell: Cell) -> Proposer | None:
+    """The cell's proposer, in any form where that takes measurements to settle."""
+    if cell.tree is None:
+        return read_lookup(cell.proposer)
+    head, wish, prompts = rig.heads[cell.proposer], parse_or_search(cell.tree), rig.prompts[cell.prompts]
+    sought = isinstance(wish, Search | Auto)
+    if sought and len(prompts) < 2:
+        settle(rig.target, head, wish, prompts, rig.max_new)  # says why that cannot be
+    return drafting(head, chain(1) if sought else wish, cell.sampled_drafts)
 
 
 def fingerprints(rig: Rig, cells: Sequence[Cell]) -> list[dict[str, Any]]:

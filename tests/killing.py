@@ -41,18 +41,6 @@ def draftsmith(*arguments: object) -> None:
     main()
 
 
-def evaluate(*arguments: object) -> None:
-    """``draftsmith eval ARGUMENTS``."""
-    from draftsmith.cli_eval import eval_app
-    from draftsmith.console import command_line, run_command_line
-
-    app = command_line()
-    app.callback()(lambda: None)
-    app.add_typer(eval_app, name="eval")
-    sys.argv = ["draftsmith", "eval", *map(str, arguments)]
-    run_command_line(app)
-
-
 def _survives(job: Callable[[], object], seconds: float | None) -> bool:
     """Whether the job ends well before the kill, which comes after ``seconds`` (None: it may take as long as it likes)."""
     process = _started(job)
@@ -63,7 +51,7 @@ def _survives(job: Callable[[], object], seconds: float | None) -> bool:
 def _started(job: Callable[[], object]) -> BaseProcess:
     # forked from a server that has the modules loaded, a process starts in a fraction of the seconds that importing takes
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["draftsmith.cli", "draftsmith.cli_eval"])
+    context.set_forkserver_preload(["draftsmith.cli"])
     process = context.Process(target=_alone, args=(job,))
     process.start()
     return process

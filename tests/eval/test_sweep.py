@@ -18,8 +18,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from killing import evaluate, kill_until_done, kill_when
+from killing import draftsmith, kill_until_done, kill_when
 
+from draftsmith.data.extract import alone
 from draftsmith.eval.cells import read_cell
 from draftsmith.eval.fingerprint import digest
 from draftsmith.eval.grid import Cell, Grid
@@ -48,11 +49,11 @@ class Outcome:
 
 
 def run(*arguments: object) -> Outcome:
-    """The command in this process."""
+    """``draftsmith eval ARGUMENTS`` in this process."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     with patch.object(sys, "argv", sys.argv), redirect_stdout(out), redirect_stderr(err):
         try:
-            evaluate(*arguments)
+            draftsmith("eval", *arguments)
         except SystemExit as stop:
             code = stop.code if isinstance(stop.code, int) else 0
     return Outcome(code, out.getvalue(), err.getvalue())
@@ -110,7 +111,7 @@ def measured(place: Path) -> Path:
 
 def test_a_killed_sweep_goes_on_where_it_stopped(place: Path, tmp_path: Path):
     options = ["--temperature", "0,1", "--batch", "1,2", "--tree", "tree:2x1", "--force"]
-    job = partial(evaluate, *command(place, tmp_path / "killed", *options))
+    job = partial(draftsmith, "eval", *command(place, tmp_path / "killed", *options))
     kept: dict[str, tuple[int, int]] = {}
     unfinished = tmp_path / "killed.partial"
     for count in (1, 4, 8):
@@ -145,6 +146,13 @@ def test_ctrl_c_says_how_to_go_on(place: Path, tmp_path: Path):
     assert 1 <= len(kept) < 18 and not (tmp_path / "out").exists()
     assert run(*arguments).code == 0
     assert kept.items() <= cells(tmp_path / "out").items()
+
+
+def test_two_sweeps_do_not_share_an_output(place: Path, tmp_path: Path):
+    with alone(tmp_path / "out"):
+        done = run(*command(place, tmp_path / "out"))
+    assert done.code == 2 and "another process" in done.err
+    assert list(tmp_path.iterdir()) == []
 
 
 # -- what is measured again ------------------------------------------------------------------------------------------------
@@ -293,6 +301,8 @@ def test_look_ups_alone_need_a_target(place: Path, tmp_path: Path):
     arguments = ["ngram:3", "suffix:4", "--prompts", place / "few.jsonl", "--max-new-tokens", 4, "--baseline", 0]
     done = run(*arguments, "--out", tmp_path / "out")
     assert done.code == 2 and "--target" in done.err
+    done = run(*arguments, "--target", place / "target", "--tree", "chain:2", "--out", tmp_path / "out")
+    assert done.code == 2 and "--tree" in done.err
     done = run(*arguments, "--target", place / "target", "--out", tmp_path / "out", "--json")
     assert done.code == 0, done.err
     assert [result["proposer"] for result in done.results] == ["ngram", "suffix"]
