@@ -11,7 +11,7 @@ from ..heads.base import DraftHead
 from ..target import Target
 from .walk import Text, Walked, walk_all
 
-DRAWS = 400  # of a bootstrap over texts
+DRAWS = 200  # of a bootstrap over texts
 One = TypeVar("One")
 Other = TypeVar("Other")
 

@@ -6,7 +6,7 @@ import numpy as np
 
 LEAST = 6  # points; fewer leave the law's three numbers open
 POWERS = np.linspace(0.2, 2.0, 37)
-DRAWS = 300
+DRAWS = 200
 
 
 @dataclass(frozen=True)

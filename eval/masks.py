@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..data.chat import Encoded
 from ..data.template import QUESTION, render, template_of, tokens
 from ..heads.base import supervised
 from .case import Case, Part
@@ -24,7 +25,8 @@ def mask(case: Case) -> Part:
     """Two looks: at the masks in the store that the run read, and at what the head knows.
 
     A mask that is late by a token leaves out the first row of every reply and teaches the row behind its end; an early one
-    teaches the reply's first token from its header and leaves out its end. A head drafts well where it was taught.
+    teaches the reply's first token from its header and leaves out its end. A head drafts well where it was taught. That is a
+    verdict on early masks alone: what follows an end-of-turn token is so easy that sound heads may know it, too.
     """
     name = "mask"
     if not case.taught:
@@ -37,7 +39,7 @@ def mask(case: Case) -> Part:
         shift = stored_shift(case, right, evidence)
         beyond = float(np.mean([(row.mask & ~own).sum() / row.mask.sum() for row, own in zip(case.taught, right, strict=True)]))
         evidence["stored masks beyond the replies"] = beyond
-    seen = next((shift for shift, found in known.items() if looks_taught(found)), 0)
+    seen = next((shift for shift, found in known.items() if shift < 0 and looks_taught(found)), 0)
     if not shift and not seen and beyond < 0.25:
         return Part(name, "the head knows the rows that the right mask teaches, and no others.", 0.0, None, False, evidence)
     step = "mend the mask: a reply counts from its first token through its end-of-turn token, as data extract writes it."
@@ -116,7 +118,8 @@ def knows(case: Case, right: Sequence[np.ndarray]) -> dict[int, Known]:
         wanted: dict[Any, np.ndarray] = {INSIDE: np.flatnonzero(now)[2::EVERY]}
         for shift in SHIFTS:
             then = rows_of(shifted(own, shift))
-            wanted[shift, "gained"], wanted[shift, "lost"] = np.flatnonzero(then & ~now), np.flatnonzero(now & ~then)
+            wanted[shift, "gained"] = np.flatnonzero(then & ~now)
+            wanted[shift, "lost"] = np.flatnonzero(now & ~then & (shift > 0 or ended(row, own, case)))
         places = np.unique(np.concatenate(list(wanted.values())))
         found = first_drafts(case.target, case.head, row.ids.tolist(), places.tolist())
         for key, rows in wanted.items():
@@ -133,6 +136,11 @@ def knows(case: Case, right: Sequence[np.ndarray]) -> dict[int, Known]:
         known[shift][group] = float(np.mean([one for one, _ in own])) if own else None
         known[shift][f"{group}, expected"] = float(np.mean([usual[np.digitize(p, edges)] for _, p in own])) if own else None
     return known
+
+
+def ended(row: Encoded, own: np.ndarray, case: Case) -> bool:
+    """Whether a row's last reply has its end: where it was cut, an early mask leaves out a row like any other."""
+    return not own[-1] or int(row.ids[-1]) in case.target.eos_ids
 
 
 def rows_of(own: np.ndarray) -> np.ndarray:
