@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..console import note
+from ..console import Progress, note
 from ..errors import UserError
 from .engine_metrics import EngineMetrics
 from .prompts import Prompt
@@ -228,14 +228,17 @@ def explore(
     there, refuses, fails, stalls or does not stream before one rung is whole; later such a failure only ends the ladder.
     """
     asked = list(prompts) or [Prompt([{"role": "user", "content": text}]) for text in QUESTIONS]
-    return asyncio.run(Ladder(url, asked, budget, max_tokens, temperature).climb(model, patience))
+    with Progress("probe", budget.requests) as bar:
+        return asyncio.run(Ladder(url, asked, budget, max_tokens, temperature, bar).climb(model, patience))
 
 
 class Ladder:
     """One probing: what is asked, and what came of it so far."""
 
-    def __init__(self, url: str, prompts: list[Prompt], budget: Budget, max_tokens: int, temperature: float | None) -> None:
-        self.prompts, self.budget, self.max_tokens = prompts, budget, max_tokens
+    def __init__(
+        self, url: str, prompts: list[Prompt], budget: Budget, max_tokens: int, temperature: float | None, bar: Progress
+    ) -> None:
+        self.prompts, self.budget, self.max_tokens, self.bar = prompts, budget, max_tokens, bar
         self.probed = Probed(url, temperature=temperature)
         self.asked = 0
         self.finished: list[Answer] = []  # in the rung under way
@@ -260,7 +263,8 @@ class Ladder:
             probed.rungs.append(Rung(1, self.finished))  # the first rung, as far as it came
         if not probed.rungs:
             raise UserError(
-                f"{probed.url} gave no whole answer within {budget.requests} requests and {budget.seconds:g} s: allow more."
+                f"{probed.url} gave no whole answer within {budget.requests} requests and {budget.seconds:g} s: "
+                "raise --budget-requests or --budget-seconds."
             )
         return probed
 
@@ -297,6 +301,7 @@ class Ladder:
             for place in places:
                 prompt = self.prompts[place % len(self.prompts)]
                 self.finished.append(await streams.ask(prompt, self.max_tokens, self.probed.temperature))
+                self.bar.advance(extra=f"{concurrency} under way")
 
         try:
             async with asyncio.TaskGroup() as workers:
@@ -322,7 +327,7 @@ def between(earlier: EngineMetrics | None, later: EngineMetrics | None) -> Engin
 def refuse_unstreamed(url: str, answers: list[Answer]) -> None:
     """Raise UserError where no answer of a rung has text, or where the long ones came at once."""
     if not any(answer.pieces for answer in answers):
-        raise UserError(f"{url} answers every question with nothing: try its model by hand, or give other prompts.")
+        raise UserError(f"{url} answers every question with nothing: try its model by hand, or give other --prompts.")
     long = [answer for answer in answers if answer.tokens >= PIECES and answer.pieces]
     times = [(answer.tpot or 0.0) if answer.pieces > 1 else 0.0 for answer in long]
     if times and statistics.median(times) < FASTEST:
