@@ -132,11 +132,10 @@ class Lookahead(LookUp):
 
     def learn(self, text: Text, draft: Draft, logits: Tensor) -> None:
         window = text.state
-        _, places = laid(self.width, len(window.levels))
         top = len(window.levels) - 1
-        said = logits.argmax(-1).tolist()
-        behind = {column: token for (level, column), token in zip(places, said, strict=True) if level == top}
-        window.found = [behind.get(column, text.tokens[-1]) for column in range(self.width)]
+        nodes = {column: n for n, (level, column) in enumerate(laid(self.width, top + 1)[1]) if level == top}
+        said = dict(zip(nodes, logits[list(nodes.values())].argmax(-1).tolist(), strict=True))
+        window.found = [said.get(column, text.tokens[-1]) for column in range(self.width)]
         if len(window.levels) == self.size - 1:
             for gram in zip(*window.levels, window.found, strict=True):
                 window.pool.add(gram)

@@ -1,9 +1,10 @@
 """Does a serving engine accept exactly what our verifier accepts? `make parity` asks vLLM on a CPU, in its own environment.
 
 Heads are over-fitted on the target's own answers to the prompts (good) and spoilt with noise on their weights (middling,
-bad), exported, and decoded by both sides: float32, greedy, the same prompts and draft length. The number of drafts, the
-accepted count at every position and the text must be equal, prompt by prompt; only a near-tie of the target, shown with
-its margin, excuses a prompt. Leaves runs/parity/report.json; exits with status 1 unless everything is equal.
+bad), exported, and decoded by both sides: float32, greedy, the same prompts and draft length. N-gram look-up needs no head.
+The number of drafts and of drafted tokens, the accepted count at every position and the text must be equal, prompt by
+prompt; only a near-tie of the target, shown with its margin, excuses a prompt. Leaves runs/parity/report.json; exits with
+status 1 unless everything is equal.
 """
 
 import argparse
@@ -30,9 +31,12 @@ from draftsmith.data.vocab import choose, count_tokens, special_ids
 from draftsmith.errors import UserError
 from draftsmith.eval.harness import NEAR_TIE, divergence
 from draftsmith.eval.measures import drafts as drafts_of
+from draftsmith.eval.ngram import NGram
 from draftsmith.eval.prompts import read_prompts
+from draftsmith.eval.proposers import HeadProposer
 from draftsmith.eval.tree import chain
-from draftsmith.eval.verifier import Generation, generate
+from draftsmith.eval.verifier import Generation, Request
+from draftsmith.eval.verifier import decode as decode_all
 from draftsmith.fetch import DEMO_TARGET, local_path
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.engines.registry import ENGINES, export, served
@@ -89,13 +93,15 @@ PLANNED = [  # name, fit, quality, engine
     ("mtp/good", "mtp", "good", "vllm"),
 ]
 
+NGRAM = (4, 4, 1)  # drafted tokens, and how many must match at most and at least
+
 
 @dataclass
 class Case:
-    """One head on both sides, with its target. ``length`` is the chain that is drafted."""
+    """One proposer on both sides, with its target. ``engine`` is the layout of a head; ``length`` the chain that is drafted."""
 
     name: str
-    head: DraftHead
+    proposer: DraftHead | NGram
     engine: str
     length: int
     target: Target
@@ -195,6 +201,8 @@ def make_cases(arguments: argparse.Namespace, target: Target, prompts: list[list
                 targets[source] = mtp_target(target, arguments.out / "mtp-target")
             spoilt = made(source) if quality == "good" else spoil(made(source), getattr(recipe, quality))
             cases.append(Case(name, spoilt, engine, recipe.length, targets.get(source, target)))
+    if wanted == ["all"] or any("ngram".startswith(beginning) for beginning in wanted):
+        cases.append(Case("ngram", NGram(*NGRAM), "-", NGRAM[0], target))
     for directory in arguments.head:
         head = load_head(directory)
         length = min(head.deepest or 5, 5)
@@ -287,14 +295,8 @@ def both(case: Case, prompts: list[list[int]], arguments: argparse.Namespace) ->
     """The engine's result and ours, decoded at the same time on one core each."""
     folder = arguments.out / "cases" / case.name.replace("/", "-")
     folder.mkdir(parents=True, exist_ok=True)
-    exported = export(case.head, case.target, case.engine, folder / "head", case.length, force=True)
-    layout = ENGINES[case.engine].layouts[case.head.kind]
     job = {
-        # a head that is written back into its target's checkpoint is served as that
-        "target": str(Path(local_path(case.target.name)) if layout.file else exported.resolve()),
-        "head": str(exported.resolve()),
-        "method": layout.method,
-        "flags": layout.flags,
+        **(by_head(case, case.proposer, folder) if isinstance(case.proposer, DraftHead) else by_ngram(case, case.proposer)),
         "draft_length": case.length,
         "prompts": prompts,
         "max_tokens": arguments.max_new,
@@ -323,16 +325,32 @@ def both(case: Case, prompts: list[list[int]], arguments: argparse.Namespace) ->
     return json.loads((folder / "result.json").read_text()), ours
 
 
+def by_head(case: Case, head: DraftHead, folder: Path) -> dict[str, Any]:
+    """What the engine is told of a head, which is exported for it."""
+    exported = export(head, case.target, case.engine, folder / "head", case.length, force=True)
+    layout = ENGINES[case.engine].layouts[head.kind]
+    # a head that is written back into its target's checkpoint is served as that
+    target = Path(local_path(case.target.name)) if layout.file else exported.resolve()
+    return {"target": str(target), "method": layout.method, "flags": {"model": str(exported.resolve()), **layout.flags}}
+
+
+def by_ngram(case: Case, proposer: NGram) -> dict[str, Any]:
+    """The same for n-gram look-up."""
+    flags = {"prompt_lookup_max": proposer.sizes[-1], "prompt_lookup_min": proposer.sizes[0]}
+    return {"target": str(Path(local_path(case.target.name))), "method": "ngram", "flags": flags}
+
+
 def engine_environment() -> dict[str, str]:
     """Ours without what would lead the engine's Python to our packages."""
     return {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
 
 
 def decode(case: Case, prompts: list[list[int]], max_new: int) -> list[Generation]:
-    results = []
+    drafter, results = case.proposer, []
+    proposer = HeadProposer(drafter, chain(case.length)) if isinstance(drafter, DraftHead) else drafter
     with Progress("decoding", len(prompts)) as bar:
         for ids in prompts:
-            results.append(generate(case.target, case.head, ids, chain(case.length), max_new))
+            results += decode_all(case.target, proposer, [Request(ids, max_new)]).generations
             bar.advance()
     return results
 
@@ -344,15 +362,14 @@ def compare(case: Case, prompts: list[list[int]], ours: list[Generation], engine
     for i, (own, theirs) in enumerate(zip(ours, engine["prompts"], strict=True)):
         same_text = own.tokens == theirs["tokens"]
         texts_equal += same_text
-        counts = (drafts_of([own]), accepted(own, case.length))
+        counts = (drafts_of([own]), own.drafted, accepted(own, case.length))
+        wanted = (theirs["drafts"], theirs["proposed"], theirs["accepted"])
         if not same_text and (tie := divergence(case.target, prompts[i], own.tokens, theirs["tokens"]))["margin"] < NEAR_TIE:
             ties.append({"prompt": i, **tie})
             continue
         kept.append(i)
-        if not same_text or counts != (theirs["drafts"], theirs["accepted"]):
-            unequal.append(
-                {"prompt": i, "ours": counts, "engine": (theirs["drafts"], theirs["accepted"]), "texts_equal": same_text}
-            )
+        if not same_text or counts != wanted:
+            unequal.append({"prompt": i, "ours": counts, "engine": wanted, "texts_equal": same_text})
     mine = total([accepted(ours[i], case.length) for i in kept], case.length)
     other = total([engine["prompts"][i]["accepted"] for i in kept], case.length)
     drafts = drafts_of([ours[i] for i in kept])
@@ -362,6 +379,8 @@ def compare(case: Case, prompts: list[list[int]], ours: list[Generation], engine
         "equal": not unequal,
         "drafts": drafts,
         "engine_drafts": engine_drafts,
+        "drafted_tokens": sum(ours[i].drafted for i in kept),
+        "engine_drafted_tokens": sum(engine["prompts"][i]["proposed"] for i in kept),
         "ours": mine,
         "engine": other,
         "max_rel_diff": max(abs(a - b) / max(b, 1) for a, b in pairs),

@@ -2,8 +2,8 @@
 
     python scripts/vllm_counts.py JOB.json RESULT.json
 
-JOB: ``target`` and ``head`` (paths), ``method`` and further ``flags``, ``draft_length``, ``prompts`` (lists of token ids),
-``max_tokens``.
+JOB: ``target`` (a path), ``method``, ``draft_length`` and further ``flags`` (a head's path is its ``model``), ``prompts``
+(lists of token ids), ``max_tokens``.
 RESULT: ``version``, ``load_seconds``, ``seconds``, and for every prompt ``tokens``, ``drafts``, ``proposed`` and
 ``accepted`` by position, all from the engine's own counters. One prompt at a time, so that counts belong to a prompt.
 """
@@ -35,7 +35,6 @@ def load(job: dict[str, Any]) -> Any:
         disable_log_stats=False,
         speculative_config={
             "method": job["method"],
-            "model": job["head"],
             "num_speculative_tokens": job["draft_length"],
             **job["flags"],
         },
