@@ -72,7 +72,9 @@ def overview(results: Sequence[dict[str, Any]], places: dict[str, Path]) -> Tabl
             f"{result['tokens_per_s']:.1f}",
             verdict(result),
         )
-    grid.caption = "\n".join(f"{name}: {path}" for name, path in places.items())
+    warned = sum(bool(caveats(result)) for result in results)
+    notes = [f"{warned} of {len(results)} come with caveats, which the report names"] if warned else []
+    grid.caption = "\n".join([*notes, *(f"{name}: {path}" for name, path in places.items())])
     return grid
 
 

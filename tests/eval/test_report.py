@@ -215,7 +215,7 @@ def test_one_result_is_a_table_of_its_measures(measured: dict[str, Any]) -> None
 def test_many_results_are_a_line_each() -> None:
     results = [entry(prompts=4), entry("ngram", 0.3, prompts=4, speedup=None), entry("medusa", prompts=4, lossless=False)]
     lines = printed(overview(results, {"report": Path("report.html")})).splitlines()
-    assert len(lines) == 5 and "report.html" in lines[-1]
+    assert len(lines) == 6 and "report.html" in lines[-1] and "3 of 3 come with caveats" in lines[-2]
     assert f"{results[0]['tau']:.2f} [" in lines[1] and lines[2].split()[-3] == "–" and lines[3].split()[-1] == "NO"
 
 
