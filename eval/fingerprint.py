@@ -41,12 +41,15 @@ def of_target(target: Target) -> dict[str, Any]:
 
 
 def of_head(head: DraftHead) -> dict[str, Any]:
-    """Config and every number of the weights; not where they lie, nor where the target lay that it was trained on."""
+    """Config and every number of the weights; not where they lie, nor what they were trained on and from."""
     sha = hashlib.sha256()
     for name, tensor in sorted(head.tensors().items()):
         sha.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         sha.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return {"config": head.config.model_dump(mode="json", exclude={"target": {"name"}}), "weights": sha.hexdigest()}
+    return {
+        "config": head.config.model_dump(mode="json", exclude={"target": {"name"}, "options": {"model"}}),
+        "weights": sha.hexdigest(),
+    }
 
 
 def of_lookup(text: str) -> dict[str, Any]:

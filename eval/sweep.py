@@ -110,7 +110,8 @@ def sweep(rig: Rig, cells: Sequence[Cell], out: Path, show: bool = False) -> tup
             bar.reach(done)
     if len(errors) == len(cells):
         raise errors[0]
-    return [{**result, "cell": asdict(cell)} for cell, result in zip(cells, found, strict=True) if result], failed
+    now = {"target": rig.target.name}  # a kept result may tell of an older place
+    return [{**result, **now, "cell": asdict(cell)} for cell, result in zip(cells, found, strict=True) if result], failed
 
 
 def run(rig: Rig, cell: Cell, bar: Progress) -> dict[str, Any]:

@@ -22,9 +22,10 @@ from killing import draftsmith, kill_until_done, kill_when
 
 from draftsmith.data.extract import alone
 from draftsmith.eval.cells import read_cell
-from draftsmith.eval.fingerprint import digest
+from draftsmith.eval.fingerprint import digest, of_head
 from draftsmith.eval.grid import Cell, Grid
 from draftsmith.eval.prompts import Prompt, read_prompts
+from draftsmith.eval.registry import read_head
 from draftsmith.eval.sweep import Rig, fingerprints
 from draftsmith.eval.typical import Typical
 from draftsmith.heads.kinds import load_head
@@ -251,6 +252,10 @@ def test_names_and_places_do_not_count(rig: Rig, place: Path, tmp_path: Path):
     )
     renamed = replace(CELL, proposer="copy", prompts="copied", tree="chain:2")
     assert fingerprint(moved, renamed) == fingerprint(rig, CELL)
+    models = [
+        of_head(read_head(f"model:{folder / name}", rig.target)) for folder, name in ((place, "target"), (tmp_path, "moved"))
+    ]
+    assert models[0] == models[1] != of_head(rig.heads["head"])
 
 
 # -- the grid --------------------------------------------------------------------------------------------------------------
