@@ -206,13 +206,14 @@ def measure_steps(
     rounds: int = ROUNDS,
     show: bool = False,
 ) -> list[StepCost]:
-    """Time one pass for every batch size and number of tokens read by each sequence, behind about ``context`` tokens.
+    """Time one pass for every batch size and number of tokens read by each sequence, behind ``context`` tokens, or as many as
+    the target's context leaves.
 
     The whole pass is timed, its draft laid out, verified and walked. Every round times each number of tokens once, forward
     and backward in turn, so that a machine that slows down slows them all. Raises UserError where the target's context is
     too short.
     """
-    longest = target.max_positions - max(tokens) - (rounds + FIRST) * len(tokens) - 1
+    longest = target.max_positions - max(tokens) - 1
     if longest < 1:
         raise UserError(f"the context of {target.name} is too short to time passes of {max(tokens)} tokens: time fewer.")
     context = min(context, longest)
@@ -232,6 +233,9 @@ def measure_steps(
                     proposer.length = count - 1
                     passed = advance(target, proposer, running, cache, sampling, None, batch)
                     seconds[count].append(passed.total - passed.draft)
+                    for each in running:
+                        del each.text.tokens[context + 1 :]
+                    target.select(cache, range(batch), context)
                 bar.advance(turn >= 0)
             table += [
                 StepCost(tokens=count, batch=batch, context=context, **median(times[FIRST:]))

@@ -9,7 +9,7 @@ from .acceptance import tau
 from .costs import Cost, Roofline, step_surface
 from .load import balance, capacity
 from .service import ProposerFacts, Service, StepCost
-from .speedup import Drafting, Prediction
+from .speedup import Prediction, Predictor
 
 PEAK = 2.0  # times the usual load, where the busy hours are not known
 OUTPUT = 256.0  # tokens of an answer, where that is not known
@@ -50,8 +50,8 @@ class World:
         """The most tokens per second that a replica gives without drafts."""
         return capacity(self.step, 1.0, self.most, self.prefill / self.output)
 
-    def drafting(self, facts: ProposerFacts) -> Drafting:
-        return Drafting(facts, self.cost, self.context, self.service.pads)
+    def predictor(self, facts: ProposerFacts) -> Predictor:
+        return Predictor(facts, self.cost, self.context, self.service.pads)
 
 
 def most(service: Service) -> int:
@@ -133,24 +133,24 @@ class Outcome:
 class Plan:
     """A proposer at one draft length, at the usual load and at the peak."""
 
-    drafting: Drafting
+    predictor: Predictor
     length: int
     usual: Outcome
     peak: Outcome
 
     @property
     def facts(self) -> ProposerFacts:
-        return self.drafting.facts
+        return self.predictor.facts
 
     def at(self, batch: float) -> Prediction:
-        return self.drafting.predict(max(batch, 1.0), self.length)
+        return self.predictor.predict(max(batch, 1.0), self.length)
 
 
-def outcome(around: World, drafting: Drafting, length: int, tokens_per_s: float) -> Outcome:
+def outcome(around: World, predictor: Predictor, length: int, tokens_per_s: float) -> Outcome:
     """Solve for the requests that run at once, without drafts and with drafts of ``length`` tokens."""
 
     def step(batch: float) -> float:
-        return drafting.pass_seconds(batch, length)
+        return predictor.pass_seconds(batch, length)
 
     def gain(given: float) -> float:
         if plain is None:
@@ -160,7 +160,7 @@ def outcome(around: World, drafting: Drafting, length: int, tokens_per_s: float)
 
     busy = around.busy(tokens_per_s)
     plain = balance(tokens_per_s, around.step, 1.0, around.most, busy)
-    here = drafting.predict(max(plain.batch, 1.0) if plain else around.most, length)
+    here = predictor.predict(max(plain.batch, 1.0) if plain else around.most, length)
     speculating = balance(tokens_per_s, step, here.tau, around.most, busy)
     low, high = (here.tau * edge / here.speedup for edge in (here.low, here.high))
     return Outcome(
@@ -175,20 +175,20 @@ def outcome(around: World, drafting: Drafting, length: int, tokens_per_s: float)
     )
 
 
-def kept(drafting: Drafting, length: int, batch: float) -> Outcome:
+def kept(predictor: Predictor, length: int, batch: float) -> Outcome:
     """What becomes of clients that ask again as soon as they are answered: as many sequences run as before."""
-    here, plain = drafting.predict(max(batch, 1.0), length), drafting.pass_seconds(max(batch, 1.0), 0)
+    here, plain = predictor.predict(max(batch, 1.0), length), predictor.pass_seconds(max(batch, 1.0), 0)
     return Outcome(batch / plain, batch, plain, batch, here.pass_seconds / here.tau, here.speedup, here.low, here.high)
 
 
 def plans(around: World, facts: ProposerFacts) -> list[Plan]:
     """Every draft length of a proposer but none."""
-    drafting, running = around.drafting(facts), around.service.batch
+    predictor, running = around.predictor(facts), around.service.batch
     if around.service.closed and running:
         sizes = running.p50, running.p95 or running.p50
-        return [Plan(drafting, n, *(kept(drafting, n, size) for size in sizes)) for n in drafting.lengths if n]
+        return [Plan(predictor, n, *(kept(predictor, n, size) for size in sizes)) for n in predictor.lengths if n]
     rates = around.usual, around.peak
-    return [Plan(drafting, n, *(outcome(around, drafting, n, rate) for rate in rates)) for n in drafting.lengths if n]
+    return [Plan(predictor, n, *(outcome(around, predictor, n, rate) for rate in rates)) for n in predictor.lengths if n]
 
 
 def chosen(found: list[Plan]) -> Plan | None:
@@ -205,7 +205,7 @@ def most_with_drafts(around: World, plan: Plan) -> float:
     """The most tokens per second that a replica gives with a plan."""
     given = tau(plan.facts, plan.length)[0]
     each = around.prefill / around.output
-    return capacity(lambda batch: plan.drafting.pass_seconds(batch, plan.length), given, around.most, each)
+    return capacity(lambda batch: plan.predictor.pass_seconds(batch, plan.length), given, around.most, each)
 
 
 def sweep(around: World, plan: Plan) -> list[Prediction]:
@@ -229,7 +229,7 @@ def schedule(around: World, plan: Plan) -> list[tuple[int, int, int]]:
     found: list[tuple[int, int]] = []
     length = 0
     for batch in batches(around.most):
-        pick, kept = plan.drafting.best(batch), plan.drafting.predict(batch, length)
+        pick, kept = plan.predictor.best(batch), plan.predictor.predict(batch, length)
         if kept.speedup < 1 or pick.speedup > 1.01 * kept.speedup:
             length = pick.length
         found.append((batch, length))

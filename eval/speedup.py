@@ -39,7 +39,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Drafting:
+class Predictor:
     """A proposer on a target of these costs, behind ``context`` tokens.
 
     ``pads``: the drafts of a pass are padded to the largest of them (ours are); otherwise a pass reads what they hold.

@@ -6,13 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
+from cases import make_head
 from published import CONTEXT, FREE, H100, ROOFLINE_TAU, VLLM_CHAIN2, VLLM_TAU, chain, step_costs
+from typer.testing import CliRunner
 
+from draftsmith.cli_advise import advise_command
 from draftsmith.errors import UserError
 from draftsmith.eval.advise import advise, sentences
+from draftsmith.eval.local import measure_service, names
+from draftsmith.eval.prompts import Prompt
 from draftsmith.eval.service import Acceptance, DraftCost, Load, Mean, Middle, ProposerFacts, Service, StepCost
 from draftsmith.eval.settings import Wish, settings, written
+from draftsmith.eval.tree import chain as chain_of
+from draftsmith.target import Target
 
 AS_IT_IS: dict[str, Any] = {  # drafts of two tokens alone were measured
     "draft_seconds": FREE, "tokenizer_equal": True, "temperature": 0.0, "tree": True, "sizes": {2: 1.0},
@@ -297,3 +305,74 @@ def test_engines_that_do_not_know_a_proposer_say_so() -> None:
     assert ngram["vllm"]["speculative-config"]["num_speculative_tokens"] == 4
     assert "model" not in ngram["vllm"]["speculative-config"]
     assert yaml.safe_load(written(ngram)["tensorrt-llm.yaml"])["speculative_config"]["decoding_type"] == "NGram"
+
+
+# -- measured here -----------------------------------------------------------------------------------------------
+
+
+def test_a_local_target_is_measured(lively_target: Target, tiny_tokenizer_factory: Any, tmp_path: Path) -> None:
+    target = Target(lively_target.model, tiny_tokenizer_factory(), "lively")
+    (tmp_path / "head").mkdir()
+    make_head(target, "eagle3").save(tmp_path / "head")
+    prompts = [Prompt([{"role": "user", "content": text}]) for text in ("abcabc", "the other")]
+    texts = ["ngram:3,max=2,min=1", "lookahead:3x3,guesses=2", str(tmp_path / "head")]
+    found = measure_service(target, texts, prompts, chain_of(2), 12, batches=[1, 2])
+    ngram, lookahead, eagle3 = found.proposers
+    assert (ngram.name, ngram.kind, lookahead.tree, eagle3.kind) == ("ngram", "lookup", True, "head")
+    assert ngram.sizes and max(ngram.sizes) <= 3 and 0 in ngram.sizes
+    assert lookahead.sizes and max(lookahead.sizes) > 2  # the window is read, too
+    assert {(row.batch, row.length) for row in eagle3.draft_seconds} == {(1, 1), (1, 2), (2, 1), (2, 2)}
+    assert eagle3.memory and eagle3.memory > 0 and eagle3.path == str(tmp_path / "head")
+    assert {row.batch for row in found.step_costs} == {1, 2}
+    assert max(row.tokens for row in found.step_costs) == 1 + max(max(each.sizes or {2: 1}) for each in found.proposers)
+    assert found.sources["step_costs"] == "measured"
+    advice = advise(found)
+    assert advice["verdict"] in ("on", "first", "not-yet") and len(advice["considered"]) == 3
+
+
+def test_two_proposers_of_a_kind_have_two_names() -> None:
+    assert list(names(["ngram:3", "ngram:5", "suffix:8"]).values()) == ["ngram", "ngram:2", "suffix"]
+
+
+# -- the command -------------------------------------------------------------------------------------------------
+
+app = typer.Typer()
+app.command()(advise_command)
+
+
+def run(*arguments: Any) -> Any:
+    return CliRunner().invoke(app, [str(each) for each in arguments])
+
+
+def test_the_command_writes_the_advice_and_the_settings(tmp_path: Path) -> None:
+    document = healthy().model_dump(mode="json", exclude_unset=True, exclude={"sources"})
+    (tmp_path / "service.yaml").write_text(yaml.safe_dump(document))
+    out = tmp_path / "advice"
+    done = run("--service", tmp_path / "service.yaml", "--out", out, "--json")
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert {"table", "verdict", "because", "proposer", "draft_length", "predicted"} <= told.keys()
+    assert all({"batch", "speedup", "interval"} <= row.keys() for row in told["predicted"])
+    assert json.loads((out / "advice.json").read_text())["verdict"] == "on"
+    assert Service.model_validate_json((out / "service.json").read_text()).qps == 1.5
+    assert sorted(path.name for path in out.iterdir()) == [
+        "advice.json", "service.json", "sglang.txt", "tensorrt-llm.yaml", "vllm.json",
+    ]  # fmt: skip
+    shown = run("--service", tmp_path / "service.yaml", "--out", out, "--force")
+    assert shown.stdout.startswith("ON: eagle3 with 3 draft tokens")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "nothing is known of the service"),
+        (["--target", "a", "--endpoint", "b"], "give one of them"),
+        (["--service", "a.yaml", "--proposer", "ngram"], "--proposer is measured on a --target"),
+        (["--target", "a"], "give --prompts FILE"),
+        (["--service", "nowhere.yaml"], "nowhere.yaml cannot be read"),
+    ],
+)
+def test_what_does_not_go_together_is_told(tmp_path: Path, arguments: list[str], told: str) -> None:
+    done = run(*arguments, "--out", tmp_path / "out")
+    assert isinstance(done.exception, UserError) and told in str(done.exception)
+    assert not (tmp_path / "out").exists()

@@ -20,7 +20,7 @@ from draftsmith.eval import acceptance
 from draftsmith.eval.costs import Roofline, Surface, measure_drafts, measure_prefill, measure_steps, rising, step_surface
 from draftsmith.eval.ngram import NGram
 from draftsmith.eval.service import Acceptance, DraftCost, Engine, ProposerFacts, StepCost
-from draftsmith.eval.speedup import Drafting, end_to_end
+from draftsmith.eval.speedup import Predictor, end_to_end
 from draftsmith.eval.verifier import Generation, Request
 from draftsmith.target import Target
 
@@ -116,7 +116,7 @@ def test_the_roofline_gives_the_published_upper_bounds(batch: int, expected: flo
     roofline = Roofline(H100)
     cost = 0.2 * roofline.seconds(1, 1, CONTEXT)
     facts = chain("eagle3", ROOFLINE_TAU, 3, draft_seconds=[DraftCost(batch=b, length=3, seconds=cost) for b in (1, 512)])
-    found = Drafting(facts, roofline, CONTEXT).predict(batch, 3)
+    found = Predictor(facts, roofline, CONTEXT).predict(batch, 3)
     assert found.speedup == pytest.approx(expected, rel=0.06)
     assert found.bound
 
@@ -125,14 +125,14 @@ def test_the_roofline_flatters_where_measured_steps_do_not() -> None:
     facts = chain("eagle3", ROOFLINE_TAU, 3, draft_seconds=FREE)
     measured = step_surface(step_costs(SGLANG_CHAIN3, ROOFLINE_TAU, 3))
     for batch in (32, 64):
-        bound = Drafting(facts, Roofline(H100), CONTEXT).predict(batch, 3).speedup
-        assert bound > 1.5 * Drafting(facts, measured).predict(batch, 3).speedup
+        bound = Predictor(facts, Roofline(H100), CONTEXT).predict(batch, 3).speedup
+        assert bound > 1.5 * Predictor(facts, measured).predict(batch, 3).speedup
 
 
 @pytest.mark.parametrize(("batch", "expected"), VLLM_CHAIN2.items())
 def test_a_measured_table_predicts_the_sweep_that_it_came_from(batch: int, expected: float) -> None:
     facts = chain("eagle3", VLLM_TAU, 2, draft_seconds=FREE)
-    found = Drafting(facts, step_surface(step_costs(VLLM_CHAIN2, VLLM_TAU, 2))).predict(batch, 2)
+    found = Predictor(facts, step_surface(step_costs(VLLM_CHAIN2, VLLM_TAU, 2))).predict(batch, 2)
     assert found.speedup == pytest.approx(expected, rel=0.03)  # the sweep itself is not monotone in cost
     assert found.low < found.speedup < found.high
     assert found.break_even == pytest.approx(VLLM_TAU / expected, rel=0.03)
@@ -140,7 +140,7 @@ def test_a_measured_table_predicts_the_sweep_that_it_came_from(batch: int, expec
 
 def test_compute_bound_passes_lose_whatever_the_draft() -> None:
     surface = step_surface([StepCost(tokens=n, batch=b, seconds=0.001 * n * b) for b in (1, 64) for n in (1, 2, 4, 8)])
-    drafting = Drafting(chain("eagle3", 3.5, 4), surface)
+    drafting = Predictor(chain("eagle3", 3.5, 4), surface)
     assert all(drafting.predict(8, length).speedup < 1 for length in range(1, 5))
     assert drafting.best(8).length == 0
     assert drafting.best(8).speedup == 1
@@ -150,7 +150,7 @@ def test_the_interval_holds_both_the_acceptance_and_the_costs() -> None:
     rows = [StepCost(tokens=n, batch=1, seconds=0.01 + 0.0001 * n, spread=0.05) for n in (1, 4)]
     sure = chain("a", 2.5, 3)
     exact = sure.model_copy(update={"acceptance": [Acceptance(rate=each.rate) for each in sure.acceptance]})
-    with_both, with_costs = (Drafting(each, step_surface(rows)).predict(1, 3) for each in (sure, exact))
+    with_both, with_costs = (Predictor(each, step_surface(rows)).predict(1, 3) for each in (sure, exact))
     assert with_both.low < with_costs.low < with_costs.speedup < with_costs.high < with_both.high
     assert with_costs.high / with_costs.speedup == pytest.approx(np.exp(1.96 * 2**0.5 * 0.05))
 
@@ -158,30 +158,30 @@ def test_the_interval_holds_both_the_acceptance_and_the_costs() -> None:
 def test_a_pass_is_as_large_as_its_largest_draft() -> None:
     facts = ProposerFacts(name="ngram", kind="lookup", sizes={0: 0.5, 4: 0.5}, acceptance=[Acceptance(rate=0.4)] * 4)
     surface = step_surface([StepCost(tokens=n, batch=b, seconds=0.01 * n) for b in (1, 4) for n in (1, 5)])
-    drafting = Drafting(facts.model_copy(update={"draft_seconds": FREE}), surface)
+    drafting = Predictor(facts.model_copy(update={"draft_seconds": FREE}), surface)
     assert dict(drafting.largest(4, 1)) == pytest.approx({0: 0.5, 4: 0.5})
     assert dict(drafting.largest(4, 3)) == pytest.approx({0: 0.125, 4: 0.875})
     assert dict(drafting.largest(2, 1)) == pytest.approx({0: 0.5, 2: 0.5})
     assert drafting.pass_seconds(3, 4) == pytest.approx(0.125 * 0.01 + 0.875 * 0.05)
-    assert Drafting(drafting.facts, surface, pads=False).pass_seconds(3, 4) == pytest.approx(0.03)
+    assert Predictor(drafting.facts, surface, pads=False).pass_seconds(3, 4) == pytest.approx(0.03)
 
 
 def test_trees_are_drafted_as_they_were_measured() -> None:
     facts = ProposerFacts(name="tree", tree=True, sizes={24: 1.0}, acceptance=[Acceptance(rate=0.7)] * 3, draft_seconds=FREE)
     surface = step_surface([StepCost(tokens=n, batch=b, seconds=0.01 + 0.001 * n) for b in (1, 2) for n in (1, 25)])
-    assert Drafting(facts, surface).lengths == [0, 3]
-    assert Drafting(facts, surface).pass_seconds(1, 3) == pytest.approx(0.035)
+    assert Predictor(facts, surface).lengths == [0, 3]
+    assert Predictor(facts, surface).pass_seconds(1, 3) == pytest.approx(0.035)
 
 
 def test_drafting_timed_at_one_batch_size_slows_down_as_the_target_does() -> None:
     surface = step_surface([StepCost(tokens=n, batch=b, seconds=0.01 * b) for b in (1, 4) for n in (1, 4)])
     timed = [DraftCost(batch=1, length=length, seconds=0.001 * length) for length in (1, 4)]
     head = ProposerFacts(name="h", draft_seconds=timed)
-    assert Drafting(head, surface).draft_seconds(4, 2) == pytest.approx(0.008)
+    assert Predictor(head, surface).draft_seconds(4, 2) == pytest.approx(0.008)
     lookup = head.model_copy(update={"kind": "lookup"})
-    assert Drafting(lookup, surface).draft_seconds(4, 2) == pytest.approx(0.002)
+    assert Predictor(lookup, surface).draft_seconds(4, 2) == pytest.approx(0.002)
     both = head.model_copy(update={"draft_seconds": [*timed, *(c.model_copy(update={"batch": 4}) for c in timed)]})
-    assert Drafting(both, surface).draft_seconds(4, 2) == pytest.approx(0.002)
+    assert Predictor(both, surface).draft_seconds(4, 2) == pytest.approx(0.002)
 
 
 def test_amdahl() -> None:
@@ -200,8 +200,8 @@ def test_passes_of_a_target_are_timed_and_fitted(lively_target: Target) -> None:
 
 
 def test_a_context_too_short_to_time_is_refused(lively_target: Target) -> None:
-    with pytest.raises(UserError, match="too short to time passes of 60 tokens"):
-        measure_steps(lively_target, [1], [1, 60], context=8)
+    with pytest.raises(UserError, match="too short to time passes of 64 tokens"):
+        measure_steps(lively_target, [1], [1, 64], context=8)
 
 
 def test_drafting_and_prefill_are_timed(lively_target: Target) -> None:

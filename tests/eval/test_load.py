@@ -4,7 +4,7 @@ from published import CONTEXT, H100, ROOFLINE_TAU, chain
 from draftsmith.eval.costs import Roofline
 from draftsmith.eval.load import balance, capacity, latency
 from draftsmith.eval.service import DraftCost
-from draftsmith.eval.speedup import Drafting
+from draftsmith.eval.speedup import Predictor
 
 ROOF = Roofline(H100)
 COST = 0.2 * ROOF.seconds(1, 1, CONTEXT)
@@ -16,7 +16,7 @@ def plain(batch: float) -> float:
 
 
 def speculating(batch: float) -> float:
-    return Drafting(FACTS, ROOF, CONTEXT).pass_seconds(batch, 3)
+    return Predictor(FACTS, ROOF, CONTEXT).pass_seconds(batch, 3)
 
 
 def test_the_published_fixed_point() -> None:

@@ -1,0 +1,158 @@
+"""Does the cost model predict the speed-ups that are measured?
+
+    taskset -c 1 python scripts/check_costs.py --head runs/demo/head [--prompts spec_bench.jsonl] [--measured 12] [--known 24]
+
+Acceptance comes from decoding one half of the prompts one at a time, costs from timed passes; from these the speed-up of
+n-gram look-up, suffix decoding and the demo's EAGLE-3 head is predicted for every batch size and temperature and compared
+with what ``measure`` finds on the other half, interleaved with plain decoding. Beside it stands what the model would have
+said had it known the acceptance of the prompts themselves: the difference is the luck of the halves, the rest the model's.
+Writes docs/results/costs.json; exits with status 1 where fewer than eight of ten predictions are within 15 %.
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
+
+import torch
+
+from draftsmith.console import note
+from draftsmith.eval import acceptance
+from draftsmith.eval.costs import measure_drafts, measure_steps, step_surface
+from draftsmith.eval.harness import measure, seeded
+from draftsmith.eval.ngram import NGram
+from draftsmith.eval.prompts import Prompt, read_prompts
+from draftsmith.eval.proposers import HeadProposer, Proposer
+from draftsmith.eval.service import DraftCost, ProposerFacts
+from draftsmith.eval.speedup import Predictor
+from draftsmith.eval.suffix import Suffix
+from draftsmith.eval.tree import chain
+from draftsmith.eval.verifier import Request, decode
+from draftsmith.fetch import DEMO_TARGET
+from draftsmith.heads.kinds import load_head
+from draftsmith.outputs import write_whole
+from draftsmith.sampling import Sampling
+from draftsmith.target import Target
+
+ROOT = Path(__file__).resolve().parent.parent
+CLOSE, ENOUGH = 0.15, 0.8  # how near a prediction must be, and what share of them
+TOKENS = (1, 2, 3, 4, 5, 6, 8, 11)
+LONGEST = 256  # tokens of a prompt
+CELLS = [(batch, temperature) for temperature in (0.0, 0.8) for batch in (1, 2, 4)]
+
+
+def main() -> int:
+    options = read_options()
+    torch.set_num_threads(1)
+    began = time.perf_counter()
+    target, head = Target.load(DEMO_TARGET, "float32"), load_head(options.head)
+    proposers: dict[str, Callable[[], Proposer]] = {
+        "ngram": lambda: NGram.read("5,max=3,min=1"),
+        "suffix": lambda: Suffix.read("10"),
+        "eagle3": lambda: HeadProposer(head, chain(3)),
+    }
+    short = [prompt for prompt in read_prompts(options.prompts) if len(prompt.ids(target)) <= LONGEST]
+    step = max(1, len(short) // (options.measured + options.known))
+    short = short[::step]
+    measured = short[:: len(short) // options.measured][: options.measured]
+    known = [prompt for prompt in short if prompt not in measured][: options.known]
+    context = round(sum(len(prompt.ids(target)) for prompt in measured) / len(measured) + options.max_new / 2)
+    cells = []
+    for temperature in sorted({temperature for _, temperature in CELLS}):
+        sampling = Sampling(temperature)
+        batches = [batch for batch, at in CELLS if at == temperature]
+        note(f"temperature {temperature:g}: timing passes")
+        rows = measure_steps(target, batches, TOKENS, context, sampling, rounds=options.rounds)
+        for name, new in proposers.items():
+            note(f"temperature {temperature:g}: {name}, {time.perf_counter() - began:.0f} s so far")
+            facts = looked_at(target, new, name, known, options.max_new, sampling, batches)
+            model = Predictor(facts, step_surface(rows), context)
+            for batch in batches:
+                found = measure(target, new(), measured, options.max_new, sampling, batch, seed=options.seed)
+                cells.append(compared(model, name, batch, temperature, found))
+                note(json.dumps(cells[-1]))
+    share = sum(cell["within"] for cell in cells) / len(cells)
+    report = {
+        "command": "python scripts/check_costs.py " + " ".join(sys.argv[1:]),
+        "machine": {"processor": platform.machine(), "threads": 1, "torch": torch.__version__},
+        "target": DEMO_TARGET, "dtype": "float32", "prompts": {"acceptance": len(known), "measured": len(measured)},
+        "max_new_tokens": options.max_new, "context": context, "seconds": time.perf_counter() - began,
+        "within": CLOSE, "share_within": share,
+        "share_within_by_own_tau": sum(cell["within_by_own_tau"] for cell in cells) / len(cells),
+        "mean_error": sum(abs(cell["error"]) for cell in cells) / len(cells),
+        "cells": cells,
+    }  # fmt: skip
+    write_whole(options.out, [json.dumps(report, indent=1) + "\n"])
+    print("proposer  batch    T  predicted           measured            error")
+    for cell in cells:
+        place = f"{cell['proposer']:9} {cell['batch']:5} {cell['temperature']:4g}"
+        print(f"{place}  {span(cell, 'predicted'):18}  {span(cell, 'measured'):18}  {cell['error']:+.1%}")
+    print(f"{share:.0%} within {CLOSE:.0%}; with the prompts' own acceptance {report['share_within_by_own_tau']:.0%}")
+    return 0 if share >= ENOUGH else 1
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Compare predicted speed-ups with measured ones.")
+    parser.add_argument("--head", type=Path, default=ROOT / "runs/demo/head")
+    parser.add_argument("--prompts", type=Path, default=ROOT / "spec_bench.jsonl")
+    parser.add_argument("--known", type=int, default=24, help="prompts that acceptance is taken from")
+    parser.add_argument("--measured", type=int, default=12, help="prompts that speed-ups are measured on")
+    parser.add_argument("--max-new", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=9, help="of every timed pass")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/results/costs.json")
+    return parser.parse_args()
+
+
+def span(cell: dict[str, Any], key: str) -> str:
+    low, high = cell[f"{key}_interval"]
+    return f"{cell[key]:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def looked_at(
+    target: Target,
+    new: Callable[[], Proposer],
+    name: str,
+    prompts: Sequence[Prompt],
+    max_new: int,
+    sampling: Sampling,
+    batches: Sequence[int],
+) -> ProposerFacts:
+    """Acceptance and draft sizes of some prompts, one at a time, and what drafting costs at every batch size."""
+    requests = [Request(prompt.ids(target), max_new, seeded(1, i, 0)) for i, prompt in enumerate(prompts)]
+    proposer = new()
+    run = decode(target, proposer, requests, sampling)
+    costs: list[DraftCost] = measure_drafts(target, new(), requests, batches, sampling)
+    return ProposerFacts(
+        name=name,
+        kind="head" if name == "eagle3" else "lookup",
+        acceptance=acceptance.measured(run.generations, proposer.length),
+        sizes=acceptance.draft_sizes([each.nodes - 1 for each in run.passes]),
+        draft_seconds=costs,
+    )
+
+
+def compared(model: Predictor, name: str, batch: int, temperature: float, found: dict[str, Any]) -> dict[str, Any]:
+    """A cell of the report."""
+    at = model.predict(batch, len(model.facts.acceptance))
+    own = found["tau"] / at.break_even
+    speedup = found["speedup"]
+    return {
+        "proposer": name, "batch": batch, "temperature": temperature,
+        "predicted": at.speedup, "predicted_interval": [at.low, at.high],
+        "measured": speedup, "measured_interval": found["speedup_interval"],
+        "error": at.speedup / speedup - 1, "within": abs(at.speedup / speedup - 1) <= CLOSE,
+        "predicted_by_own_tau": own, "within_by_own_tau": abs(own / speedup - 1) <= CLOSE,
+        "tau_known": at.tau, "tau_measured": found["tau"],
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
