@@ -38,12 +38,12 @@ class Part:
 class Case:
     """All that the experiments look at.
 
-    ``texts``: the target's greedy replies to the prompts, rendered as a server does; ``own``: their walks, one for one.
-    ``asked``: the same prompts as the recipe's target renders them, empty where that is the target that serves. ``unseen``:
-    replies of the run's held-out data as they stand there. ``taught``: some training rows, ``recorded`` by the store that the
-    run read, or encoded anew. ``home``: walks on the target's replies to the run's own held-out prompts, where the prompts are
-    others. ``mix``: the training rows' share of each category. ``hot``: walks on replies drawn at ``temperature``, empty at 0.
-    ``curve``: the rows of metrics.jsonl.
+    ``texts``: the target's greedy replies to the prompts as a server renders them, of at most ``max_new`` tokens; ``own``:
+    their walks, one for one. ``asked``: the same prompts as the recipe's target renders them, empty where that is the target
+    that serves. ``unseen``: replies of the run's held-out data as they stand there. ``taught``: some training rows,
+    ``recorded`` by the store that the run read, or encoded anew. ``home``: walks on the target's replies to the run's own
+    held-out prompts, where the prompts are others. ``mix``: the training rows' share of each category. ``hot``: walks on
+    replies drawn at ``temperature``, empty at 0. ``curve``: the rows of metrics.jsonl.
     """
 
     target: Target
@@ -51,6 +51,7 @@ class Case:
     length: int
     texts: list[Text]
     own: list[Walked]
+    max_new: int = 64
     asked: list[list[int]] = field(default_factory=list)
     unseen: list[Text] = field(default_factory=list)
     taught: list[Encoded] = field(default_factory=list)
@@ -78,7 +79,7 @@ def between(
     rng = np.random.default_rng(0)
 
     def drawn(found: Sequence[Any]) -> list[Any]:
-        return [found[i] for i in rng.integers(len(found), size=len(found))]
+        return [found[i] for i in rng.integers(max(len(found), 1), size=len(found))]
 
     low, high = np.quantile([measure(drawn(ours), drawn(theirs)) for _ in range(DRAWS)], [0.025, 0.975])
     return float(low), float(high)

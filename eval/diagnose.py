@@ -13,11 +13,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.table import Table
 
 from ..data.chat import prompt_ids
-from ..data.generation import continue_batch
 from ..errors import UserError
 from ..fetch import load_tokenizer, located
 from ..heads.base import DraftHead, check_target, read_config
@@ -32,10 +30,9 @@ from .prompts import Prompt, read_prompts
 from .ran import Ran, read_ran, some_rows, stored_rows
 from .renderings import template
 from .tree import parse
-from .walk import Text, by_depth, replayed, tau, walk_all
+from .walk import Text, by_depth, replayed, tau, walk_all, written
 
 MATERIAL = 0.25  # tokens per target pass
-BATCH = 16  # replies that the target writes side by side
 LENGTH = 5  # of the draft, where no recipe names one
 EXPERIMENTS = (
     experiments.responses, template, mask, experiments.vocabulary, experiments.growth, experiments.training,
@@ -139,6 +136,7 @@ def make_case(
         length,
         texts,
         walked(texts, "the target's replies"),
+        max_new,
         rendered_by_the_recipe([one for one, _ in kept], ran, target),
         [experiments.reply(row.example, max_new) for row in unseen],
         [row.example for row in rows or anew],
@@ -157,15 +155,7 @@ def replies(
 ) -> list[Text | None]:
     """What the target writes behind each prompt; None where that is nothing, or where the prompt leaves no room."""
     asked = [prompt.ids(target) for prompt in prompts]
-    fits = [i for i, ids in enumerate(asked) if len(ids) + max_new < target.max_positions]
-    found: list[Text | None] = [None] * len(asked)
-    with head.adapted(target), torch.random.fork_rng():
-        torch.manual_seed(seed)
-        for first in range(0, len(fits), BATCH):
-            some = fits[first : first + BATCH]
-            for i, text in zip(some, continue_batch(target, [asked[i] for i in some], sampling, max_new), strict=True):
-                found[i] = Text(asked[i] + text.ids, len(asked[i]), prompts[i].category) if text.ids else None
-    return found
+    return written(target, head, asked, [prompt.category for prompt in prompts], max_new, sampling, seed)
 
 
 def rendered_by_the_recipe(prompts: Sequence[Prompt], ran: Ran, target: Target) -> list[list[int]]:

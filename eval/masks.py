@@ -121,7 +121,8 @@ def knows(case: Case, right: Sequence[np.ndarray]) -> dict[int, Known]:
             wanted[shift, "gained"] = np.flatnonzero(then & ~now)
             wanted[shift, "lost"] = np.flatnonzero(now & ~then & (shift > 0 or ended(row, own, case)))
         places = np.unique(np.concatenate(list(wanted.values())))
-        found = first_drafts(case.target, case.head, row.ids.tolist(), places.tolist())
+        with case.head.adapted(case.target):
+            found = first_drafts(case.target, case.head, row.ids.tolist(), places.tolist())
         for key, rows in wanted.items():
             seen[key] += [found[i] for i in np.searchsorted(places, rows)]
     if not seen[INSIDE]:

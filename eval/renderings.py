@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 
 from ..data.template import QUESTION, REPLY, Refused, letters, render, template_of, tokens
-from .case import Case, Part, interval
-from .walk import Text, tau
+from .case import Case, Part, between
+from .walk import Text, Walked, tau, written
 
 AS_TRAINED, WITHOUT_OPENING = (
     "as the recipe's target renders them",
@@ -19,50 +19,68 @@ NEXT = "second question"
 def template(case: Case) -> Part:
     """The target's replies behind other renderings of their prompts: with the recipe's own tokenizer where another one serves,
     and without what the template adds by itself (BOS, a default system turn)."""
-    name, served = "template", tau(case.own)
+    name = "template"
     opening = added_opening(case.target.tokenizer)
-    others = renderings(case, opening)
-    if not others:
+    gains = {how: crossed(case, prompts, how) for how, prompts in renderings(case, opening).items()}
+    if not gains:
         return Part(name, "the template adds nothing of its own, and the run's is the one that serves.", 0.0)
-    gains: dict[str, tuple[float, tuple[float, float]]] = {}
-    for how, texts in others.items():
-        pairs = list(zip(case.own, case.walked(texts, how[:30]), strict=True))
-        gain = tau([theirs for _, theirs in pairs]) - served
-        low, high = interval(pairs, lambda some: tau([b for _, b in some]) - tau([a for a, _ in some]))
-        gains[how] = gain, (low, high)
     opened = stored_openings(case, opening)
-    evidence: dict[str, Any] = {"tau as served": served, **{f"tau {how}": served + gain for how, (gain, _) in gains.items()}}
+    evidence: dict[str, Any] = {f"gain {how}": gain for how, (gain, _) in gains.items()}
     if opened is not None:
         evidence["stored rows that open as served"] = opened
-    best = max(gains, key=lambda how: gains[how][0])
+    how = max(gains, key=lambda how: gains[how][0])
+    why = ""
     if AS_TRAINED in gains:
         how, why = AS_TRAINED, "the recipe's target has another tokenizer or chat template than the one that serves"
     elif opened is not None and opened < 0.5:
         how = WITHOUT_OPENING
-        why = f"only {opened:.0%} of the stored rows that the run learnt from open with {shown(opening, case)}"
-    elif gains[best][1][0] > SURE:
-        how, why = best, "the head drafts better behind prompts that no server writes"
-    else:
-        gain, bounds = gains[best]
-        return Part(
-            name, "no other rendering suits the head better than the server's.", max(0.0, gain), bounds, False, evidence
-        )
+        why = f"{opened:.0%} of the stored rows that the run learnt from open with {shown(opening, case)}, as served ones do"
+    elif gains[how][1][0] > SURE:
+        why = "the head drafts better behind prompts that no server writes"
     gain, bounds = gains[how]
-    says = f"{why}; behind prompts {how} τ is {served + gain:.2f}, as served {served:.2f}."
+    if not why:
+        says = "no other rendering suits the head better than the server's."
+        return Part(name, says, max(0.0, gain), bounds, False, evidence)
+    says = f"{why}; {how}, τ changes by {gain:+.2f}."
     step = (
         "train on conversations that the served model's own tokenizer and chat template render, default system turn included."
     )
     return Part(name, says, max(0.0, gain), bounds, True, evidence, step)
 
 
-def renderings(case: Case, opening: list[int]) -> dict[str, list[Text]]:
-    """The same replies behind other prompts; only renderings that differ from the server's."""
+def crossed(case: Case, prompts: list[list[int]], how: str) -> tuple[float, tuple[float, float]]:
+    """What τ gains where prompts are rendered as ``prompts``, with its 95 % interval.
+
+    A reply is easiest behind the very prompt that it was written behind. So the replies to both renderings are read behind
+    both, and the two gains are averaged.
+    """
+    served = [text.ids[: text.start] for text in case.texts]
+    theirs = written(case.target, case.head, prompts, [text.category for text in case.texts], case.max_new)
+    pairs = [(i, text) for i, text in enumerate(theirs) if text]
+    walks = [
+        list(case.own),
+        case.walked([behind(prompts[i], text) for i, text in enumerate(case.texts)], how),
+        case.walked([behind(served[i], text) for i, text in pairs], how),
+        case.walked([text for _, text in pairs], how),
+    ]
+    ours = list(zip(walks[0], walks[1], strict=True))
+    others = list(zip(walks[2], walks[3], strict=True))
+
+    def gain(some: list[tuple[Walked, Walked]], more: list[tuple[Walked, Walked]]) -> float:
+        each = [tau([after for _, after in pairs]) - tau([before for before, _ in pairs]) for pairs in (some, more) if pairs]
+        return float(np.mean(each))
+
+    return gain(ours, others), between(ours, others, gain)
+
+
+def renderings(case: Case, opening: list[int]) -> dict[str, list[list[int]]]:
+    """Other renderings of the prompts; only such as differ from the server's."""
     found = {}
-    if case.asked and any(text.ids[: text.start] != ids for text, ids in zip(case.texts, case.asked, strict=True)):
-        found[AS_TRAINED] = [behind(ids, text) for text, ids in zip(case.texts, case.asked, strict=True)]
-    if opening and any(text.ids[: len(opening)] == opening for text in case.texts):
-        cut = [len(opening) * (text.ids[: len(opening)] == opening) for text in case.texts]
-        found[WITHOUT_OPENING] = [behind(text.ids[own : text.start], text) for own, text in zip(cut, case.texts, strict=True)]
+    served = [text.ids[: text.start] for text in case.texts]
+    if case.asked and case.asked != served:
+        found[AS_TRAINED] = case.asked
+    if opening and any(ids[: len(opening)] == opening for ids in served):
+        found[WITHOUT_OPENING] = [ids[len(opening) :] if ids[: len(opening)] == opening else ids for ids in served]
     return found
 
 

@@ -12,9 +12,13 @@ import torch
 from torch import Tensor
 
 from ..console import Progress
+from ..data.generation import continue_batch
 from ..heads.base import DraftHead
+from ..sampling import GREEDY, Sampling
 from ..target import Target
 from .tree import chain
+
+BATCH = 16  # replies that the target writes side by side
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,27 @@ class Text:
     ids: list[int]
     start: int
     category: str = "all"
+
+
+def written(
+    target: Target,
+    head: DraftHead,
+    prompts: Sequence[list[int]],
+    categories: Sequence[str],
+    max_new: int,
+    sampling: Sampling = GREEDY,
+    seed: int = 0,
+) -> list[Text | None]:
+    """What the target writes behind each prompt; None where that is nothing, or where the prompt leaves no room."""
+    fits = [i for i, ids in enumerate(prompts) if len(ids) + max_new < target.max_positions]
+    found: list[Text | None] = [None] * len(prompts)
+    with head.adapted(target), torch.random.fork_rng():
+        torch.manual_seed(seed)
+        for first in range(0, len(fits), BATCH):
+            some = fits[first : first + BATCH]
+            for i, text in zip(some, continue_batch(target, [prompts[i] for i in some], sampling, max_new), strict=True):
+                found[i] = Text(prompts[i] + text.ids, len(prompts[i]), categories[i]) if text.ids else None
+    return found
 
 
 @dataclass(frozen=True)
