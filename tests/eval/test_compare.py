@@ -16,7 +16,11 @@ from draftsmith.console import command_line
 from draftsmith.errors import UserError
 from draftsmith.eval.compare import compare
 from draftsmith.eval.compare_page import page, terminal
+from draftsmith.eval.harness import measure
+from draftsmith.eval.prompts import Prompt
+from draftsmith.eval.registry import read_lookup
 from draftsmith.eval.report import write_report
+from draftsmith.target import Target
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "reports.md"
 
@@ -81,6 +85,25 @@ def test_many_pairs_raise_the_bar(tmp_path: Path) -> None:
     assert least["tau"]["p_adjusted"] == pytest.approx(min(1, 6 * least["tau"]["p"]))
     for pair in pairs:
         assert ("above" in pair["tau"]["verdict"]) == (pair["tau"]["p_adjusted"] < 0.05)
+
+
+def test_measured_runs_share_their_prompts(tiny_target: Target, tmp_path: Path) -> None:
+    """Ids and order differ from run to run; what was asked does not."""
+    asked = ["hi hi hi", "the sea", "one two one", "an ant ran"]
+    runs = []
+    for name, look_up in (("a", "ngram:3"), ("b", "suffix:8")):
+        talks = [[{"role": "user", "content": text}] for text in asked]
+        prompts = [Prompt(talk, id=f"{name}{i}", later=("more",)) for i, talk in enumerate(talks)]
+            Prompt([{"role": "user", "content": text}], id=f"{name}{i}", later=("more",)) for i, text in enumerate(asked)
+        ]
+        proposer = read_lookup(look_up)
+        assert proposer is not None
+        runs.append(run(tmp_path, name, measure(tiny_target, proposer, prompts, 8)))
+        asked.reverse()
+    (pair,) = compare(runs)["pairs"]
+    assert pair["prompts"] == 4 and not pair["notes"]
+    for side, path in zip("ab", runs, strict=True):
+        assert pair["tau"][side] == pytest.approx(json.loads((path / "report.json").read_text())["results"][0]["tau"])
 
 
 # -- what goes with what ---------------------------------------------------------------------------------------------------
