@@ -221,11 +221,11 @@ def measure_steps(
     table = []
     with Progress("timing the target", len(batches) * rounds, show=show) as bar:
         for batch in batches:
-            proposer, running, cache = Scripted(), [], None
+            proposer, running, cache = Scripted(), [], target.new_cache()
             for row in range(batch):
                 generator = torch.Generator().manual_seed(row)
                 new, own = admit(target, proposer, row, Request(prompt, target.max_positions, generator), sampling)
-                cache = target.join(cache, own)
+                cache = target.join(cache, own) if running else own
                 running.append(new)
             seconds: dict[int, list[float]] = {count: [] for count in tokens}
             for turn in range(-FIRST, rounds):
@@ -259,7 +259,7 @@ def measure_drafts(
             passes = decode(target, proposer, asked, sampling, batch).passes
             times = [each.draft for each in passes if each.active == batch][FIRST:]
             if times:
-                cost = {"seconds": statistics.fmean(times), "spread": scatter(times) / len(times) ** 0.5}
+                cost = {"seconds": trimmed(times), "spread": scatter(times) / len(times) ** 0.5}
                 table.append(DraftCost(batch=batch, length=max(proposer.length, 1), **cost))
     return table
 
@@ -279,6 +279,12 @@ def measure_prefill(target: Target, prompts: Sequence[list[int]]) -> list[float]
 def median(times: Sequence[float]) -> dict[str, float]:
     """The median of some seconds and its relative standard error, by the quartiles (of a normal distribution)."""
     return {"seconds": statistics.median(times), "spread": 1.2533 * scatter(times) / len(times) ** 0.5}
+
+
+def trimmed(times: Sequence[float]) -> float:
+    """The mean without the shortest and the longest tenth: a hit and a miss both count, a machine that stalls does not."""
+    cut = len(times) // 10
+    return statistics.fmean(sorted(times)[cut : len(times) - cut])
 
 
 def scatter(times: Sequence[float]) -> float:
