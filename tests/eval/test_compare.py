@@ -94,8 +94,6 @@ def test_measured_runs_share_their_prompts(tiny_target: Target, tmp_path: Path) 
     for name, look_up in (("a", "ngram:3"), ("b", "suffix:8")):
         talks = [[{"role": "user", "content": text}] for text in asked]
         prompts = [Prompt(talk, id=f"{name}{i}", later=("more",)) for i, talk in enumerate(talks)]
-            Prompt([{"role": "user", "content": text}], id=f"{name}{i}", later=("more",)) for i, text in enumerate(asked)
-        ]
         proposer = read_lookup(look_up)
         assert proposer is not None
         runs.append(run(tmp_path, name, measure(tiny_target, proposer, prompts, 8)))
