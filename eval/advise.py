@@ -131,8 +131,8 @@ def losing(around: World, plan: Plan) -> str:
     bound = " even by the roofline, which flatters" if around.cost.bound else ""
     if alone.speedup > WORTH and plan.usual.saturated:
         return (
-            f"the service is saturated: with {around.most} requests at once a pass that verifies {plan.length} drafts costs "
-            f"{now.break_even:.2f} times a plain one and gives {now.tau:.2f} tokens{bound}. Alone, a request would be "
+            f"the service is saturated: with {around.most} requests at once a pass with drafts of {plan.length} costs "
+            f"{now.break_even:.2f} plain ones and gives {now.tau:.2f} tokens{bound}. Alone, a request would be "
             f"{alone.speedup:.2f} times as fast."
         )
     if alone.speedup > WORTH:
@@ -239,8 +239,9 @@ def changes(
     if share and share > DOMINATED and service.ttft and service.output_tokens:
         needed = service.output_tokens.mean * share / (1 - share) * (1 - DOMINATED) / DOMINATED
         found.append(f"answers longer than about {needed:.0f} tokens, or a first token {share / DOMINATED:.1f} times as early")
-    if around and plan:
+    elif around and plan:
         found += numbers(around, plan, decision)
+    if plan:
         found += lowest(plan)
     lookups = any(each.kind == "lookup" for each in service.proposers)
     if (service.repetitiveness or 0) >= REPEATS and not lookups:
@@ -260,7 +261,7 @@ def numbers(around: World, plan: Plan, decision: Decision) -> list[str]:
     found = [f"τ {'below' if now.tau > needed else 'above'} {needed:.2f} at the usual load (now {now.tau:.2f})"]
     upto = last(around, plan, lambda each: each.speedup >= 1)
     if upto < around.most:
-        rate = upto / around.step(max(upto, 1)) / around.output * around.service.replicas
+        rate = around.given(max(upto, 1)) / around.output * around.service.replicas
         found.append(
             f"{'more' if decision.verdict == 'on' else 'fewer'} than {upto} running requests a replica (about {rate:.2f} "
             "requests per second), where the gain ends"
@@ -297,6 +298,9 @@ def sentences(advice: dict[str, Any]) -> str:
             low, high = row["interval"]
             mark = " at most" if row["upper_bound"] else " beyond what was timed" if row["beyond_measured"] else ""
             lines.append(f"{row['batch']:16g} {row['speedup']:10.2f}   [{low:.2f}, {high:.2f}]{mark}")
+    between = advice["hysteresis"]
+    if between and between["on_up_to"] < advice["predicted"][-1]["batch"]:
+        lines += ["", f"Draft with up to {between['on_up_to']} running requests, and stop above {between['off_above']}."]
     if advice["would_change"]:
         lines += ["", "This would change with:", *(f"  {each}" for each in advice["would_change"])]
     return "\n".join(lines)

@@ -39,7 +39,7 @@ def checklist(service: Service, around: World | None, plan: Plan | None) -> dict
         "batch": batches(plan),
         "targets": targets(service, plan),
         "costs": costs(around),
-        "acceptance": acceptance(service),
+        "acceptance": acceptance(service, plan),
     }
     return {key: asdict(row) for key, row in rows.items()}
 
@@ -138,6 +138,8 @@ def memory(service: Service, plan: Plan | None) -> Row:
         return Row(question, None, "unknown", "unknown", "give memory_free and the proposer's memory")
     fits_in = fits(service, plan.facts)
     says = f"{plan.facts.name} takes {plan.facts.memory / 2**30:.2f} GiB of {service.memory_free / 2**30:.2f} GiB free"
+    if service.hardware and service.hardware.cache_per_token:
+        says += f", the cache of {plan.facts.memory / service.hardware.cache_per_token:.0f} tokens"
     return Row(question, plan.facts.memory, source(service, "memory_free"), "good" if fits_in else "bad", says)
 
 
@@ -161,8 +163,10 @@ def temperature(service: Service, plan: Plan | None) -> Row:
     if elsewhere(service, plan.facts):
         says = f"acceptance was measured at {plan.facts.temperature:g}, the service samples at {service.temperature:g}"
         return Row(question, service.temperature, known, "unknown", says)
-    answer = "good" if plan.usual.low > 1 else "bad"
-    return Row(question, service.temperature, known, answer, f"acceptance was measured at it, at {service.temperature:g}")
+    one = plan.at(1)
+    gain = f"{one.speedup:.2f} [{one.low:.2f}, {one.high:.2f}]"
+    says = f"measured at {service.temperature:g}, a request alone is {gain} times as fast"
+    return Row(question, service.temperature, known, "good" if one.low > 1 else "bad", says)
 
 
 def elsewhere(service: Service, facts: ProposerFacts) -> bool:
@@ -217,11 +221,14 @@ def costs(around: World | None) -> Row:
     return Row(question, around.how, "measured", "note" if around.cost.bound else "good", f"from {around.how}")
 
 
-def acceptance(service: Service) -> Row:
-    """The trap is named wherever an engine's rate is read."""
+def acceptance(service: Service, plan: Plan | None) -> Row:
+    """The trap is named, for the rates that an engine gave and for those that it will give."""
     question = "what do engines' acceptance rates mean here?"
     says = "accepted / drafted falls with the draft's length; what counts is τ = 1 + rate · length, and α by position"
     rates = {each.name: each.engine.model_dump() for each in service.proposers if each.engine}
     for name, engine in rates.items():
         says += f"; {name}'s {engine['rate']:.2f} at length {engine['length']} is τ {1 + engine['rate'] * engine['length']:.2f}"
+    if plan:
+        tau = plan.at(1).tau
+        says += f"; with {plan.length} draft tokens an engine should show {(tau - 1) / plan.length:.2f}, which is τ {tau:.2f}"
     return Row(question, rates or None, "probed" if rates else "unknown", "note", says)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from .acceptance import tau
@@ -40,6 +40,10 @@ class World:
 
     def step(self, batch: float) -> float:
         return self.cost.seconds(batch, 1, self.context)
+
+    def given(self, batch: float) -> float:
+        """Tokens per second of so many sequences at once, the reading of prompts between their passes counted."""
+        return batch / (self.step(max(batch, 1.0)) + batch * self.prefill / self.output)
 
     def busy(self, tokens_per_s: float) -> float:
         """The share of a replica's time in which it reads prompts."""
@@ -88,16 +92,12 @@ def world(service: Service) -> World | None:
     output = service.output_tokens.mean if service.output_tokens else OUTPUT
     context, prefill = prompt + output / 2, alone(service)
 
-    def given(batch: float) -> float:
-        """Tokens per second of so many sequences at once, the reading of prompts between their passes counted."""
-        return batch / (cost.seconds(max(batch, 1.0), 1, context) + batch * prefill / output)
-
-    running = service.batch
-    usual = given(running.p50) if running else given(1)
-    times = given(running.p95) / usual if running and running.p95 else PEAK if running or service.qps else 1.0
+    idle, running = World(service, cost, how, 0.0, 0.0, context, output, prefill), service.batch
+    usual = idle.given(running.p50) if running else idle.given(1)
+    times = idle.given(running.p95) / usual if running and running.p95 else PEAK if running or service.qps else 1.0
     if service.qps:
         usual = service.qps * output / service.replicas
-    return World(service, cost, how, usual, usual * max(times, 1.0), context, output, prefill)
+    return replace(idle, usual=usual, peak=usual * max(times, 1.0))
 
 
 def alone(service: Service) -> float:

@@ -98,7 +98,7 @@ def vllm(wish: Wish) -> dict[str, Any]:
 
 
 def sglang(wish: Wish) -> dict[str, Any]:
-    """Flags of the server. It has no schedule by batch size; a chain's draft tokens are its steps and the root."""
+    """Flags of the server. A chain's draft tokens are its steps and the root; they are the same at every batch size."""
     if wish.kind not in SGLANG:
         return {"unsupported": f"SGLang has no algorithm for {wish.facts.name}"}
     flags: dict[str, Any] = {"speculative-algorithm": SGLANG[wish.kind]}
@@ -108,8 +108,6 @@ def sglang(wish: Wish) -> dict[str, Any]:
     if wish.kind not in ("ngram", "dflash"):
         flags |= {"speculative-num-steps": wish.length, "speculative-eagle-topk": WIDTH if wish.tree else 1}
     flags |= {"speculative-num-draft-tokens": tokens}
-    if wish.upto:
-        flags |= {"max-running-requests": wish.upto}
     return {"flags": flags}
 
 

@@ -286,7 +286,6 @@ def test_sglang_takes_steps_width_and_tokens() -> None:
     flags = settings(Wish(head(path="heads/chat"), 5, EXAMPLE, 0.2))["sglang"]["flags"]
     assert flags["speculative-algorithm"] == "EAGLE3"
     assert [flags[f"speculative-{name}"] for name in ("num-steps", "eagle-topk", "num-draft-tokens")] == [5, 1, 6]
-    assert flags["max-running-requests"] == 128
 
 
 def test_tensorrt_takes_thresholds_and_turns_off_by_itself() -> None:
