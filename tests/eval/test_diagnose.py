@@ -16,6 +16,8 @@ from cases import make_head
 from scripted import ScriptedHead
 from torch import Tensor
 
+from draftsmith.cli_diagnose import diagnose as diagnose_command
+from draftsmith.console import command_line
 from draftsmith.data.chat import Encoded, encode
 from draftsmith.data.conversations import Conversation
 from draftsmith.data.extract import extract
@@ -469,6 +471,19 @@ def test_prompts_of_a_service_are_compared_with_the_runs_own(run: Path, tmp_path
     domain = next(part for part in found["parts"] if part["name"] == "domain")
     assert set(domain["evidence"]["tau by category"]) == {"c", "d"}
     assert domain["evidence"]["tau on the run's own held-out prompts"] >= 1
+
+
+def test_the_command_writes_its_report_and_one_json_document(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    app = command_line()
+    app.command()(diagnose_command)
+    few = [str(run), "--limit", "3", "--max-new-tokens", "6", "--out", str(tmp_path / "why")]
+    app([*few, "--json"], standalone_mode=False)
+    document = json.loads(capsys.readouterr().out)
+    assert json.loads((tmp_path / "why" / "diagnosis.json").read_text()) == document
+    with pytest.raises(UserError, match="--force"):
+        app(few, standalone_mode=False)
+    app([*few, "--force"], standalone_mode=False)
+    assert f"dominant: {document['dominant']}" in capsys.readouterr().out
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
