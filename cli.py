@@ -7,7 +7,10 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from .cli_advise import advise_command
+from .cli_compare import compare_command
 from .cli_data import data_app
+from .cli_diagnose import diagnose
 from .cli_eval import eval_app
 from .cli_tasks import tasks_app
 from .console import AsJson, Debug, Dtype, Force, Out, command_line, run_command_line, show
@@ -30,6 +33,9 @@ app.add_typer(eval_app, name="eval")
 app.add_typer(tasks_app, name="tasks")
 app.add_typer(recipes_app, name="recipes")
 app.command("train")(train_command)
+app.command("advise")(advise_command)
+app.command("diagnose")(diagnose)
+eval_app.command("compare")(compare_command)
 
 TargetName = Annotated[
     str | None, typer.Option("--target", help="a model directory, a hub id or a .gguf file; default: the head's own")
