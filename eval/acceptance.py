@@ -15,7 +15,7 @@ from .service import Acceptance, ProposerFacts
 from .statistics import interval, rate
 from .verifier import Generation
 
-EDGES = ("rate", "low", "high")
+UNSURE = 0.05  # how far a rate without an interval may be off, relatively
 
 
 def expected(rates: Sequence[float]) -> float:
@@ -45,14 +45,13 @@ def known(facts: ProposerFacts) -> list[Acceptance]:
 def tau(facts: ProposerFacts, length: int) -> tuple[float, float, float]:
     """τ of a draft of so many tokens with its 95 % interval; a length beyond what was measured goes on like the last one.
 
-    The interval takes all positions to be high or low together, since easy prompts are easy at every position. Positions
-    without an interval have none.
+    The interval takes all positions to be high or low together, since easy prompts are easy at every position.
     """
     found = known(facts)
     found = (found + found[-1:] * (length - len(found)))[:length]
-    edges = [[each.rate if (edge := getattr(each, name)) is None else edge for each in found] for name in EDGES]
-    middle, low, high = (expected(rates) for rates in edges)
-    return middle, low, high
+    low = [each.rate * (1 - UNSURE) if each.low is None else each.low for each in found]
+    high = [min(each.rate * (1 + UNSURE), 1.0) if each.high is None else each.high for each in found]
+    return expected([each.rate for each in found]), expected(low), expected(high)
 
 
 def measured(runs: Sequence[Generation], length: int, seed: int = 0) -> list[Acceptance]:

@@ -16,6 +16,7 @@ from .settings import Wish, settings
 from .speedup import Prediction, end_to_end
 
 Verdict = Literal["on", "first", "not-yet"]
+ORDER: list[Verdict] = ["on", "first", "not-yet"]
 CANARY = 0.05  # the share of traffic that a first try gets
 
 
@@ -25,14 +26,18 @@ class Decision:
     because: str
 
 
+Weighed = list[tuple[Plan, Decision]]  # every proposer's best plan and what is to be said of it, the best first
+
+
 def advise(service: Service) -> dict[str, Any]:
     """The whole answer as one JSON document; docs/advise.md explains its keys."""
     around = world(service)
     usable = [each for each in service.proposers if fits(service, each) is not False and "another" not in condition(each)]
-    plan = None
-    if around:
-        plan = chosen([each for facts in usable if acceptance.known(facts) for each in plans(around, facts)])
-    decision = decide(service, around, usable, plan)
+    found = [chosen(plans(around, facts)) for facts in usable] if around else []
+    weighed = [(plan, weigh(service, around, plan)) for plan in found if around and plan]
+    weighed.sort(key=lambda each: (ORDER.index(each[1].verdict), -each[0].usual.low))
+    plan = weighed[0][0] if weighed else None
+    decision = ruled_out(service, around, usable) or missing(service, around, usable, plan) or weighed[0][1]
     proposer, length = (plan.facts, plan.length) if plan and decision.verdict != "not-yet" else (None, 0)
     return {
         "service": service.name,
@@ -41,23 +46,32 @@ def advise(service: Service) -> dict[str, Any]:
         "because": decision.because,
         "proposer": proposer and proposer.name,
         "draft_length": length,
-        "predicted": [shown(each) for each in sweep(around, plan)] if around and plan else [],
-        "considered": considered(around, service.proposers, usable) if around else [],
-        "draft_length_by_batch": [list(step) for step in schedule(around, plan)] if around and plan else [],
-        "hysteresis": hysteresis(around, plan) if around and plan else None,
+        **(quantities(around, plan) if around and plan else NO_QUANTITIES),
+        "considered": considered(service, weighed, usable),
         "whole_request": whole(service, around, plan),
-        "capacity": capacities(around, plan) if around and plan else None,
-        "payback": payback(around, plan) if around and plan else None,
-        "would_change": changes(service, around, usable, plan, decision),
+        "would_change": changes(service, around, usable, weighed, decision),
         "settings": settings(wish(around, plan)) if around and plan and decision.verdict != "not-yet" else None,
+    }
+
+
+NO_QUANTITIES = {"predicted": [], "draft_length_by_batch": [], "hysteresis": None, "capacity": None, "payback": None}
+
+
+def quantities(around: World, plan: Plan) -> dict[str, Any]:
+    return {
+        "predicted": [shown(each) for each in sweep(around, plan)],
+        "draft_length_by_batch": [list(step) for step in schedule(around, plan)],
+        "hysteresis": hysteresis(around, plan),
+        "capacity": capacities(around, plan),
+        "payback": payback(around, plan),
     }
 
 
 # -- the verdict -------------------------------------------------------------------------------------------------
 
 
-def decide(service: Service, around: World | None, usable: list[ProposerFacts], plan: Plan | None) -> Decision:
-    """The first rule that applies; they go from what rules speculation out to what is missing to the numbers."""
+def ruled_out(service: Service, around: World | None, usable: list[ProposerFacts]) -> Decision | None:
+    """What no proposer's numbers can change."""
     share = prefill_share(service, around)
     if share is not None and share > DOMINATED:
         return Decision(
@@ -68,6 +82,11 @@ def decide(service: Service, around: World | None, usable: list[ProposerFacts], 
     if service.proposers and not usable:
         reasons = ", ".join(f"{each.name} {unusable(service, each)}" for each in service.proposers)
         return Decision("not-yet", f"no proposer fits this target: {reasons}.")
+    return None
+
+
+def missing(service: Service, around: World | None, usable: list[ProposerFacts], plan: Plan | None) -> Decision | None:
+    """What has to be measured before there are numbers at all."""
     if not service.proposers:
         kinds = "ngram and suffix" if (service.repetitiveness or 0) >= REPEATS else "a draft head, and ngram as the free one"
         return Decision("first", f"no proposer was looked at: measure {kinds} on the service's own prompts.")
@@ -77,7 +96,7 @@ def decide(service: Service, around: World | None, usable: list[ProposerFacts], 
     if plan is None:
         names = ", ".join(each.name for each in usable)
         return Decision("first", f"nothing tells how many drafts are accepted: measure {names} on the service's own prompts.")
-    return weigh(service, around, plan)
+    return None
 
 
 def weigh(service: Service, around: World, plan: Plan) -> Decision:
@@ -169,19 +188,18 @@ def shown(at: Prediction) -> dict[str, Any]:
     }
 
 
-def considered(around: World, proposers: list[ProposerFacts], usable: list[ProposerFacts]) -> list[dict[str, Any]]:
-    """Every proposer at its best length, or why it was left out."""
+def considered(service: Service, weighed: Weighed, usable: list[ProposerFacts]) -> list[dict[str, Any]]:
+    """Every proposer at its best length with its own verdict, or why it was left out."""
+    plans_of = {plan.facts.name: (plan, decision) for plan, decision in weighed}
     found = []
-    for facts in proposers:
-        if facts not in usable:
-            found.append({"proposer": facts.name, "left_out": unusable(around.service, facts)})
-            continue
-        plan = chosen(plans(around, facts))
-        found.append(
-            {"proposer": facts.name, "draft_length": plan.length, "usual": asdict(plan.usual), "peak": asdict(plan.peak)}
-            if plan
-            else {"proposer": facts.name, "left_out": "its acceptance is not known"}
-        )
+    for facts in service.proposers:
+        if facts.name in plans_of:
+            plan, own = plans_of[facts.name]
+            said = {"verdict": own.verdict, "because": own.because, "draft_length": plan.length}
+            found.append({"proposer": facts.name, **said, "usual": asdict(plan.usual), "peak": asdict(plan.peak)})
+        else:
+            why = "too little is known of it" if facts in usable else unusable(service, facts)
+            found.append({"proposer": facts.name, "left_out": why})
     return found
 
 
@@ -231,10 +249,11 @@ def wish(around: World, plan: Plan) -> Wish:
 
 
 def changes(
-    service: Service, around: World | None, usable: list[ProposerFacts], plan: Plan | None, decision: Decision
+    service: Service, around: World | None, usable: list[ProposerFacts], weighed: Weighed, decision: Decision
 ) -> list[str]:
     """Sentences, each with the number at which the verdict would turn."""
     found = []
+    plan = weighed[0][0] if weighed else None
     share = prefill_share(service, around)
     if share and share > DOMINATED and service.ttft and service.output_tokens:
         needed = service.output_tokens.mean * share / (1 - share) * (1 - DOMINATED) / DOMINATED
@@ -243,14 +262,16 @@ def changes(
         found += numbers(around, plan, decision)
     if plan:
         found += lowest(plan)
+    better = [each for each, own in weighed[1:] if own.verdict == "first" and plan and each.usual.low > plan.usual.low]
+    found += [f"{each.facts.name} promises more, {told(each.usual)}, and has something open" for each in better]
     lookups = any(each.kind == "lookup" for each in service.proposers)
     if (service.repetitiveness or 0) >= REPEATS and not lookups:
         found.append("the output repeats itself: ngram and suffix cost next to nothing and have not been measured")
     left_out = [each for each in service.proposers if each not in usable]
     found += [f"{each.name}: {unusable(service, each)}; one made for this target would count" for each in left_out]
-    missing = [name for name in ("qps", "batch", "output_tokens", "ttft", "temperature") if getattr(service, name) is None]
-    if missing:
-        found.append(f"values that are not known: {', '.join(missing)}")
+    unknown = [name for name in ("qps", "batch", "output_tokens", "ttft", "temperature") if getattr(service, name) is None]
+    if unknown:
+        found.append(f"values that are not known: {', '.join(unknown)}")
     return found
 
 

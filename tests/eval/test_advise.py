@@ -112,6 +112,14 @@ def test_a_draft_with_another_tokenizer_is_refused() -> None:
     assert {"proposer": "draft_model", "left_out": "has another tokenizer"} in both["considered"]
 
 
+def test_what_is_sure_goes_before_what_promises_more() -> None:
+    unchecked = head(tau=3.5).model_copy(update={"name": "eagle3:other", "tokenizer_equal": None})
+    found = advise(healthy(proposers=[unchecked, head()]))
+    assert (found["verdict"], found["proposer"]) == ("on", "eagle3")
+    assert any("eagle3:other promises more" in each for each in found["would_change"])
+    assert [each["verdict"] for each in found["considered"]] == ["first", "on"]
+
+
 def test_a_draft_that_does_not_fit_into_memory_is_refused() -> None:
     found = advise(healthy(memory_free=1e8))
     assert found["verdict"] == "not-yet" and "GiB are free" in found["because"]

@@ -50,9 +50,16 @@ def test_measured_acceptance_counts_passes_without_a_draft_as_misses() -> None:
 
 
 def test_tau_beyond_the_measured_length_goes_on_like_its_last_position() -> None:
-    facts = ProposerFacts(name="x", acceptance=[Acceptance(rate=0.8, low=0.7, high=0.9), Acceptance(rate=0.5)])
+    facts = ProposerFacts(
+        name="x", acceptance=[Acceptance(rate=0.8, low=0.7, high=0.9), Acceptance(rate=0.5, low=0.5, high=0.5)]
+    )
     assert acceptance.tau(facts, 3) == pytest.approx((1 + 0.8 + 0.4 + 0.2, 1 + 0.7 + 0.35 + 0.175, 1 + 0.9 + 0.45 + 0.225))
     assert acceptance.tau(facts, 0) == (1, 1, 1)
+
+
+def test_a_rate_without_an_interval_is_not_taken_for_exact() -> None:
+    middle, low, high = acceptance.tau(ProposerFacts(name="x", acceptance=[Acceptance(rate=0.98)]), 1)
+    assert (middle, low, high) == pytest.approx((1.98, 1 + 0.98 * 0.95, 2.0))
 
 
 # -- the fitted surface ------------------------------------------------------------------------------------------
@@ -149,7 +156,9 @@ def test_compute_bound_passes_lose_whatever_the_draft() -> None:
 def test_the_interval_holds_both_the_acceptance_and_the_costs() -> None:
     rows = [StepCost(tokens=n, batch=1, seconds=0.01 + 0.0001 * n, spread=0.05) for n in (1, 4)]
     sure = chain("a", 2.5, 3)
-    exact = sure.model_copy(update={"acceptance": [Acceptance(rate=each.rate) for each in sure.acceptance]})
+    exact = sure.model_copy(
+        update={"acceptance": [Acceptance(rate=p, low=p, high=p) for p in (each.rate for each in sure.acceptance)]}
+    )
     with_both, with_costs = (Predictor(each, step_surface(rows)).predict(1, 3) for each in (sure, exact))
     assert with_both.low < with_costs.low < with_costs.speedup < with_costs.high < with_both.high
     assert with_costs.high / with_costs.speedup == pytest.approx(np.exp(1.96 * 2**0.5 * 0.05))
