@@ -21,9 +21,9 @@ from ..target import Features, Target
 from .proposers import NOTHING, HeadProposer, Proposer, Text
 from .tree import Paced, chain
 
-KEPT = 0.9  # of every count from one pass to the next, so that about ten passes are remembered
+KEPT = 0.85  # of every count from one pass to the next, so that the last six or seven passes are remembered
 HOPE = 0.7  # the first position's rate before anything was seen
-TRUST = 1.0  # how many drafts that hope counts for
+TRUST = 2.0  # how many drafts an expectation counts for
 
 
 @dataclass
