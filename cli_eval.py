@@ -1,5 +1,6 @@
 """``draftsmith eval``: measure proposers on a target, over a grid of settings."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -81,6 +82,9 @@ def measure_command(
     ] = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=2, help="per answer; default 128")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="use the first N prompts of every source")] = None,
+    per_category: Annotated[
+        int | None, typer.Option(min=1, help="use the first N prompts of every category of every source")
+    ] = None,
     baseline: Annotated[int | None, typer.Option(min=0, help="decode the first N plainly too; default: all")] = None,
     tracker: Annotated[str | None, typer.Option(help=" or ".join(TRACKERS) + ": log the report's numbers, too")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto (the default), float32, bfloat16 or float16")] = None,
@@ -117,11 +121,11 @@ def measure_command(
     }
     standard = Grid.of(known) if known else Grid()
     grid = replace(standard, **{name: value for name, value in given.items() if value is not None})
-    others = {"limit": limit, "lossy_typical": lossy_typical}
+    others = {"limit": limit, "per_category": per_category, "lossy_typical": lossy_typical}
     changed = [name for name in given if getattr(grid, name) != getattr(standard, name)]
     changed += [name for name, value in others.items() if value is not None]
     with interruptible(out):
-        sources = read_sources(prompts or [], task or [], known, limit, max_new_tokens)
+        sources = read_sources(prompts or [], task or [], known, limit, per_category, max_new_tokens)
         loaded = Target.load(target or named_target(proposers), grid.dtype, device)
         heads = {text: read_head(text, loaded, force).to("cpu") for text in proposers if read_lookup(text) is None}
         if not heads and (tree or sampled_drafts):
@@ -163,20 +167,40 @@ def measure_command(
 
 
 def read_sources(
-    prompts: Sequence[str], tasks: Sequence[str], protocol: Protocol | None, limit: int | None, max_new: int | None
+    prompts: Sequence[str],
+    tasks: Sequence[str],
+    protocol: Protocol | None,
+    limit: int | None,
+    per_category: int | None,
+    max_new: int | None,
 ) -> dict[str, list[Prompt]]:
-    """The prompts by source, the first ``limit`` of each; ``max_new`` goes before what a task or protocol says of it."""
+    """The prompts by source: of each the first ``per_category`` of every category, and of these the first ``limit``.
+    ``max_new`` goes before what a task or protocol says of it."""
     if not prompts and not tasks and not protocol:
         raise UserError("there is nothing to ask: give --prompts FILE, --task NAME or --protocol NAME.")
     if protocol and (prompts or tasks):
         raise UserError("--protocol brings its own tasks: leave out --prompts and --task, or --protocol.")
     if protocol:
-        found = protocol_prompts(protocol, limit=limit)
+        found = protocol_prompts(protocol)
     else:
-        found = {name: read_prompts(name)[:limit] for name in prompts} | {name: read_task(name)[:limit] for name in tasks}
+        found = {name: read_prompts(name) for name in prompts} | {name: read_task(name) for name in tasks}
+    if per_category:
+        found = {name: of_every_category(asked, per_category) for name, asked in found.items()}
+    found = {name: asked[:limit] for name, asked in found.items()}
     if max_new is None:
         return found
     return {name: [replace(prompt, max_new=None) for prompt in asked] for name, asked in found.items()}
+
+
+def of_every_category(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """The first so many prompts of every category, in their order."""
+    seen: Counter[str] = Counter()
+    chosen = []
+    for prompt in prompts:
+        seen[prompt.category] += 1
+        if seen[prompt.category] <= count:
+            chosen.append(prompt)
+    return chosen
 
 
 def named_target(proposers: Sequence[str]) -> str:

@@ -70,14 +70,12 @@ def read_protocol(name: str | Path) -> Protocol:
     return read_document(find(name, "protocol", PROTOCOLS), Protocol)
 
 
-def protocol_prompts(
-    protocol: Protocol, data_dir: str | Path | None = None, limit: int | None = None
-) -> dict[str, list[Prompt]]:
-    """The prompts of a protocol by task, with its system message, length and thinking mode; ``limit`` takes the first of each.
+def protocol_prompts(protocol: Protocol, data_dir: str | Path | None = None) -> dict[str, list[Prompt]]:
+    """The prompts of a protocol by task, with its system message, length and thinking mode.
 
     Raises UserError where a task cannot be read, and where it has fewer prompts than the protocol asks for.
     """
-    return {part.task: part_prompts(part, protocol, data_dir)[:limit] for part in protocol.tasks}
+    return {part.task: part_prompts(part, protocol, data_dir) for part in protocol.tasks}
 
 
 def part_prompts(part: Part, protocol: Protocol, data_dir: str | Path | None) -> list[Prompt]:

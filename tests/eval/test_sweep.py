@@ -20,6 +20,7 @@ import pytest
 import torch
 from killing import draftsmith, kill_until_done, kill_when
 
+from draftsmith.cli_eval import of_every_category
 from draftsmith.data.extract import alone
 from draftsmith.eval.cells import read_cell
 from draftsmith.eval.fingerprint import digest, of_head
@@ -371,3 +372,9 @@ def test_a_protocol_sets_everything_and_says_when_it_was_changed(protocol: Path,
 def test_the_help_is_that_of_measuring():
     done = run("--help")
     assert done.code == 0 and "--temperature" in done.out and "draftsmith eval [OPTIONS] {proposers}" in done.out
+
+
+def test_a_sample_has_prompts_of_every_category() -> None:
+    asked = [Prompt([{"role": "user", "content": str(i)}], "abb"[i % 3], id=str(i)) for i in range(9)]
+    assert [prompt.id for prompt in of_every_category(asked, 2)] == ["0", "1", "2", "3"]
+    assert of_every_category(asked, 9) == asked

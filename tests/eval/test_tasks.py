@@ -214,7 +214,7 @@ def test_every_protocol_is_tested() -> None:
 
 def test_a_protocols_prompts(tmp_path: Path) -> None:
     write(tmp_path / "mt_bench.jsonl", *questions(80))
-    prompts = protocol_prompts(read_protocol("vllm_ci"), tmp_path, limit=3)["mt_bench"]
+    prompts = protocol_prompts(read_protocol("vllm_ci"), tmp_path)["mt_bench"][:3]
     assert [(asked(prompt), prompt.max_new) for prompt in prompts] == [([f"q{i}"], 256) for i in range(3)]
     own = tmp_path / "own.yaml"
     own.write_text(
