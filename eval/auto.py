@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..console import note
 from ..errors import UserError
 from ..heads.base import Draft, DraftHead, Shape
 from ..heads.drafting import Drafting, Form, draft_all
@@ -25,7 +26,7 @@ from ..sampling import GREEDY, Sampling
 from ..target import Target
 from .prompts import Prompt
 from .search import SHARE, Candidates, Place, search, shares, walk
-from .tree import NONE, Auto, Paced, chain, full
+from .tree import NONE, Auto, Paced, chain, fitted, full
 from .verifier import laid_out
 
 SIZES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # of the trees that are tried, in tokens
@@ -63,20 +64,18 @@ def choose_form(
     costs = measured(target, head, prompts, max_new, wish.nodes + 1, depths, wish.width, batch, sampling if drawn else None)
     tried = [*static(texts, known, wish.nodes), *(dynamic(texts, wish) if grown else [])]
     best, table = choose(tried, costs)
-    return (
-        best.form,
-        prompts[spent:],
-        {
-            "prompts": spent,
-            "places": sum(map(len, texts)),
-            "accuracy": known,
-            "costs": asdict(costs),
-            "candidates": table,
-            "expected_tau": best.tau,
-            "expected_speedup": best.speedup(costs),
-            "verdict": verdict(best, table, costs),
-        },
-    )
+    found = {
+        "prompts": spent,
+        "places": sum(map(len, texts)),
+        "accuracy": known,
+        "costs": asdict(costs),
+        "candidates": table,
+        "expected_tau": best.tau,
+        "expected_speedup": best.speedup(costs),
+        "verdict": verdict(best, table, costs),
+    }
+    note(found["verdict"])
+    return best.form, prompts[spent:], found
 
 
 def settle_pace(
@@ -88,7 +87,9 @@ def settle_pace(
     sampled: Sampling | None = None,
     batch: int = 1,
 ) -> Paced:
-    """The adaptive chain with its costs, measured where it has none. ``sampled``: how drafts are drawn."""
+    """The adaptive chain with its costs, measured where it has none. ``sampled``: how drafts are drawn. Raises UserError for
+    a chain that is longer than the head's."""
+    fitted(chain(wish.length), head)
     if wish.costs:
         return wish
     costs = measured(target, head, prompts, max_new, wish.length + 1, wish.length, 1, batch, sampled)

@@ -211,11 +211,14 @@ def test_every_cost_is_measured(tiny_target: Target, kind: str, batch: int) -> N
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0)], ids=["greedy", "T=1"])
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
-def test_a_form_is_chosen_on_the_first_quarter(tiny_target: Target, kind: str, sampling: Sampling) -> None:
+def test_a_form_is_chosen_on_the_first_quarter(
+    tiny_target: Target, capsys: pytest.CaptureFixture, kind: str, sampling: Sampling
+) -> None:
     head = random_head(tiny_target, kind)
     proposer, rest, found = settle(tiny_target, head, parse_or_search("auto:6,k=3,depth=4"), prompts(), 8, sampling)
     assert [prompt.messages for prompt in rest] == [prompt.messages for prompt in prompts()[1:]]
-    assert found and found["prompts"] == 1 and found["expected_tau"] >= 1 and found["verdict"]
+    assert found and found["prompts"] == 1 and found["expected_tau"] >= 1
+    assert found["verdict"] in capsys.readouterr().err
     assert proposer.length <= (3 if kind == "medusa" else 4)
     asked = [Request(prompt.ids(tiny_target), 8, torch.Generator().manual_seed(0)) for prompt in rest]
     again = [Request(prompt.ids(tiny_target), 8, torch.Generator().manual_seed(0)) for prompt in rest]
@@ -233,6 +236,8 @@ def test_an_adaptive_chain_gets_its_costs(tiny_target: Target) -> None:
     found = settle_pace(tiny_target, random_head(tiny_target, "eagle3"), prompts(), Paced(4), 8)
     assert found.name == "chain:4,adapt" and len(found.costs) == 5
     assert found.costs[0] == 1 and min(found.costs[1:]) > 1
+    with pytest.raises(UserError, match="deeper than this medusa head's 3 depths"):
+        settle(tiny_target, random_head(tiny_target, "medusa"), Paced(4), prompts(), 8)
     given = Paced(2, (1.0, 1.5, 2.0))
     assert settle_pace(tiny_target, random_head(tiny_target, "eagle3"), prompts(), given, 8) is given
 
