@@ -9,6 +9,7 @@ with status 1 unless all of it holds.
 
 import argparse
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -27,9 +28,9 @@ from draftsmith.fetch import DEMO_TARGET, local_path
 
 ROOT = Path(__file__).resolve().parent.parent
 AGREE = 0.1  # of the server's mean
+ADVICE = 24  # requests that the command may send
 SPECULATION = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 1}
 CASES = {"plain": [], "n-gram speculation": ["--speculative-config", json.dumps(SPECULATION)]}
-SHORT = (Budget(requests=9, seconds=120), Budget(requests=100, seconds=6))  # the first ends in requests, the second in time
 
 
 def main() -> int:
@@ -78,17 +79,20 @@ def check(url: str, options: argparse.Namespace) -> dict[str, Any]:
     everything = [values for rung in probed.rungs for values in rung.ttft], [v for rung in probed.rungs for v in rung.tpot]
     overall = both(*everything, probed.during)
     budgets = [account(asked, probed, counted)]
-    budgets += [account(budget, *watched(url, budget, options)) for budget in SHORT]
-    service = probed.service()
+    for budget in (Budget(9, options.seconds), Budget(100, 1 + 3 * probed.rungs[0].latency)):  # ending in requests, in time
+        budgets.append(account(budget, *watched(url, budget, options)))
+    advice, told = advise(url, options)
     return {
         "rungs": rungs,
         "overall": overall,
         "ended": probed.ended,
         "budgets": budgets,
-        "service": service.model_dump(mode="json", exclude_unset=True),
+        "service": probed.service().model_dump(mode="json", exclude_unset=True),
         "tau": probed.during and probed.during.tau,
+        "advice": advice,
         "agrees": all(near(pair) for part in (rungs[0], overall) for pair in (part["ttft"], part["tpot"]))
-        and all(budget["ok"] for budget in budgets),
+        and all(budget["ok"] for budget in budgets)
+        and told,
     }
 
 
@@ -98,6 +102,20 @@ def watched(url: str, budget: Budget, options: argparse.Namespace) -> tuple[Prob
     probed = explore(url, budget=budget, max_tokens=options.max_tokens, temperature=0.0)
     time.sleep(1)  # for what was cancelled to be counted
     return probed, {name: value - before[name] for name, value in counts(url).items()}
+
+
+def advise(url: str, options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+    """The command's answer, and whether it has a table and a verdict and the server counted no more than it was allowed."""
+    line = [sys.executable, "-c", "from draftsmith.cli import main; main()", "advise", "--endpoint", url, "--json", "--force"]
+    line += ["--out", options.out / "advice", "--budget-requests", ADVICE, "--max-new-tokens", options.max_tokens]
+    before = counts(url)
+    done = subprocess.run(list(map(str, [*line, "--temperature", 0])), stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise UserError(f"advise ended with status {done.returncode}: see its last words above.")
+    found = json.loads(done.stdout)
+    counted = counts(url)["chat_requests"] - before["chat_requests"]
+    told = bool(found["table"]) and found["verdict"] in ("on", "first", "not-yet") and counted <= ADVICE
+    return {**{key: found[key] for key in ("verdict", "because", "table")}, "requests": counted}, told
 
 
 def counts(url: str) -> dict[str, float]:
