@@ -19,7 +19,7 @@ from .proposers import Text
 from .tree import Settings, positive
 
 REACH = 64  # tokens of the text's end that are sought in earlier responses
-HINT = "write suffix:32, suffix:32,factor=4,min=0.1, suffix:32,memory=1000 (remember responses) or suffix:16,nodes=24 (trees)"
+HINT = "write suffix:32, suffix:32,factor=5,min=0.1, suffix:32,memory=1000 (remember responses) or suffix:16,nodes=24 (trees)"
 
 
 @dataclass
@@ -59,17 +59,17 @@ class Suffix(LookUp):
 
     name = "suffix"
 
-    def __init__(self, length: int = 32, factor: float = 4.0, least: float = 0.1, memory: int = 0, nodes: int = 0) -> None:
+    def __init__(self, length: int = 32, factor: float = 5.0, least: float = 0.1, memory: int = 0, nodes: int = 0) -> None:
         self.length, self.factor, self.least, self.nodes = length, factor, least, nodes
         self.memory = Memory(memory) if memory else None
 
     @classmethod
     def read(cls, settings: str) -> Self:
-        """Read ``32,factor=4,min=0.1,memory=1000,nodes=24``: the length, and what behind it differs from the defaults."""
+        """Read ``32,factor=5,min=0.1,memory=1000,nodes=24``: the length, and what behind it differs from the defaults."""
         size, *rest = settings.split(",")
         try:
             given = Settings(rest, {"factor", "min", "memory", "nodes"})
-            factor = float(given.given.get("factor", 4))
+            factor = float(given.given.get("factor", 5))
             if not 0 < factor < float("inf"):
                 raise ValueError(f"factor is {factor:g} and must be positive")
             least = given.chance("min") or 0.1
