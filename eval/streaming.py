@@ -124,7 +124,7 @@ class Streams:
             raise UserError(f"{self.url}/models is no JSON: check --endpoint, which ends in /v1.") from error
         except (Unanswered, Refused) as error:
             raise UserError(f"{self.url} does not list its models ({error}): see to the server.") from error
-        except (httpx.TransportError, httpx.InvalidURL) as error:
+        except (httpx.RequestError, httpx.InvalidURL) as error:
             raise self.unreachable(error, None) from error
 
     async def metrics(self) -> EngineMetrics | None:
@@ -134,7 +134,7 @@ class Streams:
         self.spend()
         try:
             response = await self.client.get(self.url.removesuffix("/v1") + "/metrics", timeout=METRICS_PATIENCE)
-        except httpx.TransportError:
+        except httpx.RequestError:
             return None
         return read_metrics(response.text) if response.status_code == 200 else None
 
@@ -187,7 +187,7 @@ class Streams:
                     )
                 async for line in response.aiter_lines():
                     self.take(line, answer)
-        except (httpx.TransportError, httpx.InvalidURL) as error:
+        except (httpx.RequestError, httpx.InvalidURL) as error:
             raise self.unreachable(error, answer) from error
         if answer.finish in BROKEN_OFF and not (answer.done and answer.finish is None):
             raise self.broken_off(answer, f"finish_reason {answer.finish}" if answer.finish else "the stream ends early")
