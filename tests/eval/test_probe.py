@@ -270,7 +270,10 @@ FAILURES = {
     "500": (Reply(500, text="<h1>oops</h1>"), "fails (status 500: <h1>oops</h1>): see to the server"),
     "503": (Reply(503, {"message": "loading"}), "turned a request away in 4 tries (status 503: loading)"),
     "hang-up": (Reply(hang_up=True), "gives no answer"),
-    "garbled": (Reply(text="x", headers={"Content-Type": "text/event-stream", "Content-Encoding": "gzip"}), "gives no answer"),
+    "garbled": (
+        Reply(text="no gzip at all", headers={"Content-Type": "text/event-stream", "Content-Encoding": "gzip"}),
+        "gives no answer",
+    ),
     "broken off": (streamed("a b c d", breaks=True), "breaks an answer off after 4 pieces"),
     "ends early": (Reply(events=(streamed("a b").events or ())[:2]), "breaks an answer off after 1 pieces (the stream ends"),
     "aborted": (streamed("a b", finish="abort"), "breaks an answer off after 2 pieces (finish_reason abort)"),
