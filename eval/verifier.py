@@ -218,6 +218,7 @@ def admit(target: Target, proposer: Proposer | None, index: int, request: Reques
 def leave(ended: Running, proposer: Proposer | None) -> Generation:
     """What a finished sequence gave."""
     if proposer:
+        del ended.text.tokens[ended.text.prompt + len(ended.kept) :]  # what ran past the end is no part of the text
         proposer.finish(ended.text)
     seconds = {"prefill": ended.prefill, "total": time.perf_counter() - ended.began}
     return Generation(ended.kept, ended.proposed, ended.accepted, ended.ended, seconds, ended.drafted, ended.paced)

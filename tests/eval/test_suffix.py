@@ -10,6 +10,8 @@ from lookup_texts import begun, drafted, paths_of, whole
 from draftsmith.errors import UserError
 from draftsmith.eval.automaton import Automaton
 from draftsmith.eval.suffix import Suffix
+from draftsmith.eval.verifier import Request, decode
+from draftsmith.target import Target
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
@@ -200,3 +202,10 @@ def test_settings(settings: str) -> None:
 def test_what_cannot_be_read_is_refused(settings: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         Suffix.read(settings)
+
+
+def test_memory_holds_the_answers_without_what_ran_past_their_end(lively_target: Target) -> None:
+    proposer = Suffix(memory=10)
+    asked = [Request([5, 9, 5, 9, 5, 9, 5], budget) for budget in (3, 4, 9)]
+    texts = [generation.tokens for generation in decode(lively_target, proposer, asked, batch=2).generations]
+    assert proposer.memory and sorted(proposer.memory.responses) == sorted(texts)
