@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from . import acceptance
 from .checklist import DOMINATED, REPEATS, checklist, condition, elsewhere, fits, prefill_share
+from .load import balance
 from .outlook import KEEP, WORTH, Outcome, Plan, World, chosen, last, most_with_drafts, plans, schedule, sweep, world
-from .service import ProposerFacts, Service
+from .service import Acceptance, ProposerFacts, Service
 from .settings import Wish, settings
 from .speedup import Prediction, end_to_end
 
@@ -256,10 +257,12 @@ def changes(
     plan = weighed[0][0] if weighed else None
     share = prefill_share(service, around)
     if share and share > DOMINATED and service.ttft and service.output_tokens:
-        needed = service.output_tokens.mean * share / (1 - share) * (1 - DOMINATED) / DOMINATED
-        found.append(f"answers longer than about {needed:.0f} tokens, or a first token {share / DOMINATED:.1f} times as early")
+        longer = service.output_tokens.mean * share / (1 - share) * (1 - DOMINATED) / DOMINATED
+        found.append(f"answers longer than about {longer:.0f} tokens, or a first token {share / DOMINATED:.1f} times as early")
     elif around and plan:
         found += numbers(around, plan, decision)
+    elif around:
+        found += needed(around)
     if plan:
         found += lowest(plan)
     better = [each for each, own in weighed[1:] if own.verdict == "first" and plan and each.usual.low > plan.usual.low]
@@ -278,8 +281,8 @@ def changes(
 def numbers(around: World, plan: Plan, decision: Decision) -> list[str]:
     at = plan.usual.plain_batch
     now = plan.at(at or around.most)
-    needed = now.break_even * WORTH
-    found = [f"τ {'below' if now.tau > needed else 'above'} {needed:.2f} at the usual load (now {now.tau:.2f})"]
+    edge = now.break_even * WORTH
+    found = [f"τ {'below' if now.tau > edge else 'above'} {edge:.2f} at the usual load (now {now.tau:.2f})"]
     upto = last(around, plan, lambda each: each.speedup >= 1)
     if upto < around.most:
         rate = around.given(max(upto, 1)) / around.output * around.service.replicas
@@ -289,6 +292,18 @@ def numbers(around: World, plan: Plan, decision: Decision) -> list[str]:
         )
     elif plan.peak.saturated:
         found.append("fewer requests per second: plain decoding cannot serve the peak")
+    return found
+
+
+def needed(around: World) -> list[str]:
+    """From which τ on drafts would pay at the usual load, before any proposer has been looked at."""
+    steady = balance(around.usual, around.step, 1.0, around.most, around.busy(around.usual))
+    at = max(steady.batch, 1.0) if steady else around.most
+    found = []
+    for name, kind, length in (("a draft head with 3 tokens", "head", 3), ("a look-up that always drafts 5", "lookup", 5)):
+        some = ProposerFacts(name=name, kind=kind, acceptance=[Acceptance(rate=0.5)] * length)
+        needs = around.predictor(some).predict(at, length).break_even * WORTH
+        found.append(f"{name} pays from τ {needs:.2f} on at the usual load ({at:.1f} running requests)")
     return found
 
 

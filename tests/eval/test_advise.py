@@ -145,6 +145,12 @@ def test_what_is_missing_comes_first(changed: dict[str, Any], because: str) -> N
     assert found["verdict"] == "first" and because in found["because"], found["because"]
 
 
+def test_without_a_proposer_it_says_what_one_would_have_to_give() -> None:
+    found = advise(healthy(proposers=[]))["would_change"]
+    edge = 1.05 * (1 + 3 * 0.07)  # four tokens cost no more than one here, and drafting is taken to cost 7 % each
+    assert any(each.startswith(f"a draft head with 3 tokens pays from τ {edge:.2f}") for each in found), found
+
+
 def test_vllms_published_sweep_crosses_one_near_batch_56() -> None:
     costs = step_costs(VLLM_CHAIN2 | {64: 0.93}, VLLM_TAU, 2)
     proposer = chain("eagle3", VLLM_TAU, 2, **AS_IT_IS)
