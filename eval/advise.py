@@ -300,10 +300,12 @@ def needed(around: World) -> list[str]:
     steady = balance(around.usual, around.step, 1.0, around.most, around.busy(around.usual))
     at = max(steady.batch, 1.0) if steady else around.most
     found = []
-    for name, kind, length in (("a draft head with 3 tokens", "head", 3), ("a look-up that always drafts 5", "lookup", 5)):
-        some = ProposerFacts(name=name, kind=kind, acceptance=[Acceptance(rate=0.5)] * length)
-        needs = around.predictor(some).predict(at, length).break_even * WORTH
-        found.append(f"{name} pays from τ {needs:.2f} on at the usual load ({at:.1f} running requests)")
+    half = Acceptance(rate=0.5)
+    head = ProposerFacts(name="a draft head with 3 tokens", kind="head", acceptance=[half] * 3)
+    lookup = ProposerFacts(name="a look-up that always drafts 5", kind="lookup", acceptance=[half] * 5)
+    for facts in (head, lookup):
+        edge = around.predictor(facts).predict(at, len(facts.acceptance)).break_even * WORTH
+        found.append(f"{facts.name} pays from τ {edge:.2f} on at the usual load ({at:.1f} running requests)")
     return found
 
 
