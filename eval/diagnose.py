@@ -2,7 +2,8 @@
 
 The verdict's rule. A cause whose fault is shown comes first: responses that another wrote, prompts rendered otherwise than a
 server renders them, a shifted mask, a run of fewer than FEW_STEPS steps. Among several, and among the others, the one that
-costs most comes first. It dominates if it is a fault, or if it costs at least MATERIAL tokens per target pass; else none does.
+costs most comes first. The first one dominates that is a fault, or that costs at least MATERIAL tokens per target pass and
+something for certain (its interval lies above 0); else none does.
 """
 
 import json
@@ -178,13 +179,19 @@ def ranked(parts: Sequence[Part]) -> list[Part]:
 
 def verdict(parts: Sequence[Part]) -> tuple[str, str]:
     """The name of the dominant part, or "none", and why; ``parts`` are ranked."""
-    first = parts[0]
+    first = next((part for part in parts if part.fault or is_material(part)), None)
+    if first is None:
+        largest = f"{parts[0].name} costs {parts[0].share:.2f}" if parts[0].share else "none costs anything"
+        line = f"no part costs {MATERIAL:g} tokens per target pass for certain ({largest})"
+        return "none", f"{line}; what is left is the head's kind and size."
     if first.fault:
         return first.name, first.says
-    if first.share is not None and first.share >= MATERIAL:
-        return first.name, f"it costs {first.share:.2f} tokens per target pass, more than any other: {first.says}"
-    largest = f"the largest, {first.name}, costs {first.share:.2f}" if first.share else "none costs anything"
-    return "none", f"no part costs {MATERIAL:g} tokens per target pass ({largest}); what is left is the head's kind and size."
+    return first.name, f"it costs {first.share:.2f} tokens per target pass, more than any other: {first.says}"
+
+
+def is_material(part: Part) -> bool:
+    """Whether a part costs enough to be named, and costs anything for certain."""
+    return (part.share or 0.0) >= MATERIAL and (part.interval is None or part.interval[0] > 0)
 
 
 # -- for people ------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def responses(case: Case) -> Part:
         evidence |= {"tau on the data's replies": tau(other), "the same at equal ease": tau(case.own) + gap}
     agrees = f"{mean(theirs, 'agrees'):.0%} of the training responses' tokens are the target's own choice"
     if low <= SURPRISE:
-        return Part(name, f"{agrees}: it wrote them.", max(0.0, gap), bounds, False, evidence)
+        return Part(name, f"{agrees}: it wrote them, so they cost nothing.", 0.0, bounds, False, evidence)
     says = f"{agrees}, and {mean(ours, 'agrees'):.0%} of its own text's: another wrote them."
     step = "let the target answer the prompts itself (draftsmith data regenerate), and train on its answers."
     return Part(name, says, max(0.0, gap), bounds, True, evidence, step)

@@ -378,8 +378,9 @@ def test_another_template_in_the_recipe_is_named(kind_target: Target) -> None:
         ([Part("a", "", 0.01, fault=True), Part("b", "", 0.9)], "a", "ab"),
         ([Part("a", "", 0.01, fault=True), Part("b", "", 0.3, fault=True)], "b", "ba"),
         ([Part("a", ""), Part("b", "", 0.0)], "none", "ba"),
+        ([Part("a", "", 0.9, (-0.1, 1.9)), Part("b", "", 0.3, (0.1, 0.5))], "b", "ab"),
     ],
-    ids=["none", "largest", "fault", "faults", "nothing"],
+    ids=["none", "largest", "fault", "faults", "nothing", "by chance"],
 )
 def test_the_rule(parts: list[Part], dominant: str, order: str) -> None:
     assert "".join(part.name for part in ranked(parts)) == order
