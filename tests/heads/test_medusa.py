@@ -28,8 +28,8 @@ from draftsmith.data.features import FeatureBatch
 from draftsmith.errors import UserError
 from draftsmith.eval.harness import measure
 from draftsmith.eval.measures import tau
-from draftsmith.eval.proposers import HeadProposer
 from draftsmith.eval.prompts import Prompt
+from draftsmith.eval.proposers import HeadProposer
 from draftsmith.eval.report import rows as report_rows
 from draftsmith.eval.report import title
 from draftsmith.eval.tree import chain, full
