@@ -2,7 +2,8 @@
 
 Verification dominates a speculating engine's time, and no datasheet tells it: rooflines flatter it by half and more (they are
 upper bounds of the speed). So passes are timed as the decoder runs them, drafts laid out and walked included, in interleaved
-rounds, and the medians are fitted by a surface that rises along every axis and is linear between the measured points.
+rounds, and the medians are fitted by a surface that is linear between the measured points and rises as far as their noise
+explains that they fall.
 """
 
 import statistics
@@ -27,6 +28,7 @@ from .tree import NONE, chain
 from .verifier import Request, admit, advance, decode
 
 ROUNDS = 9  # of every measurement; the median counts
+NOISE = 3  # standard errors by which a point may be moved
 FAR = 1000  # steps of the last size beyond a table's edge
 FIRST = 2  # rounds that only warm up
 
@@ -43,7 +45,7 @@ class Cost(Protocol):
 
 @dataclass(frozen=True)
 class Surface:
-    """A table fitted monotone and linear between its points; ``values`` [*axes] over rising ``axes``.
+    """A table fitted as rising as its spread allows and linear between its points; ``values`` [*axes] over rising ``axes``.
 
     Beyond the points it goes on with the slope at the edge, or a steeper one where it would fall otherwise; below them it is
     constant. Where passes were measured at one batch size alone, tokens stand for sequences: a pass costs what its tokens in
@@ -58,23 +60,21 @@ class Surface:
     @classmethod
     def fit(cls, table: Iterable[tuple[tuple[float, ...], float, float]], names: Sequence[str]) -> "Surface":
         """From rows (point, seconds, spread), the coordinates called ``names``; of several rows for one point the median
-        counts. The fit is the monotone one whose largest relative error is least. Raises UserError for points that fill no
-        grid."""
-        found: dict[tuple[float, ...], list[float]] = {}
-        spreads = []
+        counts. Raises UserError for points that fill no grid."""
+        found: dict[tuple[float, ...], list[tuple[float, float]]] = {}
         for point, seconds, spread in table:
-            found.setdefault(tuple(map(float, point)), []).append(seconds)
-            spreads.append(spread)
+            found.setdefault(tuple(map(float, point)), []).append((seconds, spread))
         axes = tuple(tuple(sorted(set(axis))) for axis in zip(*found, strict=True))
-        values = np.full([len(axis) for axis in axes], np.nan)
-        for point, seconds in found.items():
-            values[tuple(axis.index(at) for axis, at in zip(axes, point, strict=True))] = statistics.median(seconds)
+        values, spreads = (np.full([len(axis) for axis in axes], np.nan) for _ in range(2))
+        for point, rows in found.items():
+            place = tuple(axis.index(at) for axis, at in zip(axes, point, strict=True))
+            values[place], spreads[place] = np.median(rows, axis=0)
         if np.isnan(values).any():
             missing = np.argwhere(np.isnan(values))[0]
             gap = ", ".join(f"{name} {axis[at]:g}" for name, axis, at in zip(names, axes, missing, strict=True))
             raise UserError(f"the costs have no row for {gap}: give every combination of the values that occur.")
         wider = tuple((*axis, axis[-1] + FAR * (axis[-1] - axis[-2])) if len(axis) > 1 else axis for axis in axes)
-        return cls(wider, extended(rising(values)).tolist(), tuple(spreads))
+        return cls(wider, extended(settled(values, spreads)).tolist(), tuple(spreads.flatten().tolist()))
 
     def seconds(self, batch: float, tokens: float, context: float = 0) -> float:
         if len(self.axes[1]) == 1 and self.axes[1][0] == 1:
@@ -144,14 +144,22 @@ def measured(axis: Sequence[float]) -> Sequence[float]:
     return axis[:-1] if len(axis) > 1 else axis
 
 
+def settled(values: np.ndarray, spreads: np.ndarray) -> np.ndarray:
+    """The rising array nearest to the values, as far as their spread explains that they fall: where a larger pass is faster
+    beyond the noise, the machine has a better kernel for it, and that stays."""
+    near = NOISE * spreads
+    return np.clip(rising(values), values * (1 - near), values * (1 + near))
+
+
 def extended(values: np.ndarray) -> np.ndarray:
-    """The array with a far point behind the last of every axis of several points, rising still."""
+    """The array with a far point behind the last of every axis of several points, from where it rises along all axes."""
     for axis, size in enumerate(values.shape):
         if size > 1:
-            last, before = np.take(values, [-1], axis), np.take(values, [-2], axis)
-            values = np.concatenate([values, last + FAR * (last - before)], axis)
-    for axis in range(values.ndim):
-        values = np.maximum.accumulate(values, axis)
+            last = np.take(values, [-1], axis)
+            slope = np.maximum(last - np.take(values, [-2], axis), 0)
+            for other in range(values.ndim):
+                slope = np.maximum.accumulate(slope, other)
+            values = np.concatenate([values, last + FAR * slope], axis)
     return values
 
 
@@ -207,7 +215,7 @@ def measure_steps(
     show: bool = False,
 ) -> list[StepCost]:
     """Time one pass for every batch size and number of tokens read by each sequence, behind ``context`` tokens, or as many as
-    the target's context leaves.
+    the target's context leaves. No two sequences are equally long, as in decoding, where that costs a mask.
 
     The whole pass is timed, its draft laid out, verified and walked. Every round times each number of tokens once, forward
     and backward in turn, so that a machine that slows down slows them all. Raises UserError where the target's context is
@@ -217,14 +225,15 @@ def measure_steps(
     if longest < 1:
         raise UserError(f"the context of {target.name} is too short to time passes of {max(tokens)} tokens: time fewer.")
     context = min(context, longest)
-    prompt = [1 + place % (target.vocab_size - 1) for place in range(context)]
+    words = [1 + place % (target.vocab_size - 1) for place in range(context)]
     table = []
     with Progress("timing the target", len(batches) * rounds, show=show) as bar:
         for batch in batches:
             proposer, running, cache = Scripted(), [], target.new_cache()
             for row in range(batch):
                 generator = torch.Generator().manual_seed(row)
-                new, own = admit(target, proposer, row, Request(prompt, target.max_positions, generator), sampling)
+                request = Request(words[: max(context - row, 1)], target.max_positions, generator)
+                new, own = admit(target, proposer, row, request, sampling)
                 cache = target.join(cache, own) if running else own
                 running.append(new)
             seconds: dict[int, list[float]] = {count: [] for count in tokens}
@@ -234,7 +243,7 @@ def measure_steps(
                     passed = advance(target, proposer, running, cache, sampling, None, batch)
                     seconds[count].append(passed.total - passed.draft)
                     for each in running:
-                        del each.text.tokens[context + 1 :]
+                        del each.text.tokens[each.text.prompt + 1 :]
                     target.select(cache, range(batch), context)
                 bar.advance(turn >= 0)
             table += [

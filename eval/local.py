@@ -25,7 +25,7 @@ from .service import DraftCost, Mean, ProposerFacts, Service
 from .verifier import Request, Run, decode
 
 BATCHES = (1, 2, 4, 8)
-TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64)
 PLAIN = 8  # prompts that are answered plainly, for the speeds
 TIMED = 64  # tokens of an answer while drafting is timed at larger batches
 

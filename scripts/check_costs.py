@@ -43,7 +43,7 @@ from draftsmith.target import Target
 
 ROOT = Path(__file__).resolve().parent.parent
 CLOSE, ENOUGH = 0.15, 0.8  # how near a prediction must be, and what share of them
-TOKENS = (1, 2, 3, 4, 6, 8, 11)
+TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11)
 LONGEST = 256  # tokens of a prompt
 CELLS = [(1, 0.0), (2, 0.0), (4, 0.0), (1, 0.8), (4, 0.8)]  # batch size and temperature
 
@@ -114,7 +114,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--known", type=int, default=16, help="prompts that acceptance is taken from")
     parser.add_argument("--measured", type=int, default=8, help="prompts that speed-ups are measured on")
     parser.add_argument("--max-new", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=7, help="of every timed pass")
+    parser.add_argument("--rounds", type=int, default=5, help="of every timed pass")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=ROOT / "docs/results/costs.json")
     return parser.parse_args()

@@ -75,6 +75,15 @@ def test_a_surface_is_the_monotone_one_of_least_largest_error() -> None:
     assert rising(ordered) == pytest.approx(ordered)
 
 
+def test_a_dip_that_noise_does_not_explain_is_kept() -> None:
+    """Four tokens read faster than three: processors have such kernels."""
+    rows = [(1, 0.055, 0.01), (3, 0.111, 0.01), (4, 0.084, 0.01), (6, 0.0838, 0.01)]
+    surface = step_surface([StepCost(tokens=n, seconds=s, spread=spread) for n, s, spread in rows])
+    assert surface.seconds(1, 4) == pytest.approx(0.084 * 1.03) and surface.seconds(1, 3) == pytest.approx(0.111 * 0.97)
+    assert surface.seconds(1, 6) >= surface.seconds(1, 4) * 0.99
+    assert surface.seconds(1, 20) >= surface.seconds(1, 6)
+
+
 def test_a_surface_is_exact_where_it_was_measured_and_linear_between() -> None:
     rows = [StepCost(tokens=n, batch=b, seconds=0.01 * b + 0.001 * b * n) for b in (1, 4, 8) for n in (1, 4, 16)]
     surface = step_surface(rows)
