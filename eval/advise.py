@@ -197,11 +197,21 @@ def considered(service: Service, weighed: Weighed, usable: list[ProposerFacts]) 
         if facts.name in plans_of:
             plan, own = plans_of[facts.name]
             said = {"verdict": own.verdict, "because": own.because, "draft_length": plan.length}
-            found.append({"proposer": facts.name, **said, "usual": asdict(plan.usual), "peak": asdict(plan.peak)})
+            usual, peak = asdict(plan.usual), asdict(plan.peak)
+            found.append({"proposer": facts.name, **said, "usual": usual, "peak": peak, "checked": against_measured(plan)})
         else:
             why = "too little is known of it" if facts in usable else unusable(service, facts)
             found.append({"proposer": facts.name, "left_out": why})
     return found
+
+
+def against_measured(plan: Plan) -> dict[str, float] | None:
+    """The prediction for one request at a time, drafting as it was measured, beside the speed-up that was measured then."""
+    measured = plan.facts.speedup_alone
+    if measured is None:
+        return None
+    predicted = plan.predictor.predict(1.0, plan.predictor.lengths[-1]).speedup
+    return {"predicted": predicted, "measured": measured, "error": predicted / measured - 1}
 
 
 def hysteresis(around: World, plan: Plan) -> dict[str, int]:
@@ -336,6 +346,11 @@ def sentences(advice: dict[str, Any]) -> str:
             low, high = row["interval"]
             mark = " at most" if row["upper_bound"] else " beyond what was timed" if row["beyond_measured"] else ""
             lines.append(f"{row['batch']:16g} {row['speedup']:10.2f}   [{low:.2f}, {high:.2f}]{mark}")
+    for each in advice["considered"]:
+        if each.get("checked"):
+            own = each["checked"]
+            seen = f"predicted {own['predicted']:.2f}, measured {own['measured']:.2f}"
+            lines.append(f"One request at a time, {each['proposer']}: {seen}.")
     between = advice["hysteresis"]
     if between and between["on_up_to"] < advice["predicted"][-1]["batch"]:
         lines += ["", f"Draft with up to {between['on_up_to']} running requests, and stop above {between['off_above']}."]

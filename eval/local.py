@@ -1,12 +1,14 @@
 """What a local target shows of itself: how fast it answers, what its passes cost, and what proposers achieve on it."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import torch
 
-from ..console import note
+from ..console import Progress, note
 from ..errors import UserError
 from ..fetch import load_tokenizer, located
 from ..heads.base import DraftHead, read_config
@@ -17,7 +19,7 @@ from ..target import Target
 from . import acceptance
 from .costs import measure_drafts, measure_prefill, measure_steps
 from .harness import seeded
-from .measures import Answer, repetitiveness
+from .measures import Answer, rate, repetitiveness
 from .prompts import Prompt
 from .proposers import HeadProposer, Proposer
 from .registry import MODEL, read_head, read_lookup
@@ -41,7 +43,7 @@ def measure_service(
     seed: int = 0,
     show: bool = False,
 ) -> Service:
-    """Answer the prompts plainly and with every proposer, one at a time, and time passes at every batch size.
+    """Answer the prompts plainly and with every proposer, one at a time and in turns, and time passes at every batch size.
 
     ``proposers``: as eval takes them; heads and models draft in ``form``. A model with another tokenizer is not measured, but
     said to have one.
@@ -49,19 +51,23 @@ def measure_service(
     ids = [prompt.ids(target) for prompt in prompts]
     requests = [Request(own, max_new, seeded(seed, i, 0), prompts[i].stop) for i, own in enumerate(ids)]
     named = names(proposers)
+    usable = {text: loaded(text, target, form) for text in named if not other_tokenizer(text, target)}
+    runs = in_turns(target, {text: proposer for text, (proposer, _) in usable.items()}, requests, sampling, seed)
     found: dict[str, ProposerFacts] = {}
     largest = 1
     for text, name in named.items():
-        if other_tokenizer(text, target):
+        if text not in usable:
             found[text] = ProposerFacts(name=name, kind="model", path=path(text), tokenizer_equal=False)
             continue
-        note(f"measuring {text}")
-        proposer, head = loaded(text, target, form)
-        facts, size = measure_proposer(target, proposer, head, text, name, requests, sampling, batches)
-        found[text], largest = facts, max(largest, size)
+        note(f"timing what {text} drafts")
+        proposer, head = usable[text]
+        facts, size = facts_of(target, proposer, head, text, name, runs[text], requests, sampling, batches)
+        slow, fast = rate(runs[None].generations), rate(runs[text].generations[:PLAIN])
+        alone = fast / slow if slow and fast else None  # answers of one token have no speed
+        found[text], largest = facts.model_copy(update={"speedup_alone": alone}), max(largest, size)
     with torch.inference_mode():
         waits = measure_prefill(target, ids[:PLAIN])
-    plain = decode(target, None, requests[:PLAIN], sampling)
+    plain = runs[None]
     told = Mean.of([len(each.tokens) for each in plain.generations])
     asked = Mean.of([len(own) for own in ids])
     tokens = sorted({*(count for count in TOKENS if count <= largest), largest + 1})
@@ -81,6 +87,24 @@ def measure_service(
         step_costs=measure_steps(target, batches, tokens, context, sampling, show=show),
         proposers=list(found.values()),
     ).from_("measured")
+
+
+def in_turns(
+    target: Target, proposers: dict[str, Proposer], requests: Sequence[Request], sampling: Sampling, seed: int
+) -> dict[str | None, Run]:
+    """The requests answered one at a time by every proposer and, the first of them, plainly (None), in rotating order."""
+    runs: dict[str | None, Run] = {text: Run([], [], {}) for text in (None, *proposers)}
+    with Progress("answering", len(requests)) as bar:
+        for i, request in enumerate(requests):
+            turns: list[str | None] = [None, *proposers] if i < PLAIN else list(proposers)
+            for text in turns[i % len(turns) :] + turns[: i % len(turns)] if turns else []:
+                proposer = proposers[text] if text else None
+                with proposer.adapted(target) if proposer else nullcontext():
+                    own = decode(target, proposer, [replace(request, generator=seeded(seed, i, 0))], sampling)
+                runs[text].generations += own.generations
+                runs[text].passes += own.passes
+            bar.advance()
+    return runs
 
 
 def names(proposers: Sequence[str]) -> dict[str, str]:
@@ -124,19 +148,18 @@ def loaded(text: str, target: Target, form: Form) -> tuple[Proposer, DraftHead |
     return HeadProposer(head, form), head
 
 
-def measure_proposer(
+def facts_of(
     target: Target,
     proposer: Proposer,
     head: DraftHead | None,
     text: str,
     name: str,
+    run: Run,
     requests: Sequence[Request],
     sampling: Sampling,
     batches: Sequence[int],
 ) -> tuple[ProposerFacts, int]:
-    """What a proposer achieves at batch 1 and what its drafting costs; and the most tokens that a pass read for it."""
-    with proposer.adapted(target):
-        run = decode(target, proposer, requests, sampling)
+    """What a proposer achieved at batch 1 and what its drafting costs; and the most tokens that a pass read for it."""
     read = [each.nodes - 1 for each in run.passes]
     varied = any(size != proposer.length for size in read)
     fixed = proposer.described()["kind"] != "chain" or max(read, default=0) > proposer.length

@@ -341,6 +341,11 @@ def test_a_local_target_is_measured(lively_target: Target, tiny_tokenizer_factor
     assert found.sources["step_costs"] == "measured"
     advice = advise(found)
     assert advice["verdict"] in ("on", "first", "not-yet") and len(advice["considered"]) == 3
+    for own, facts in zip(
+        sorted(advice["considered"], key=lambda each: each["proposer"]), (eagle3, lookahead, ngram), strict=True
+    ):
+        assert own["checked"]["measured"] == facts.speedup_alone > 0 and own["checked"]["predicted"] > 0
+    assert sentences(advice).count("One request at a time") == 3
 
 
 def test_two_proposers_of_a_kind_have_two_names() -> None:
