@@ -97,7 +97,8 @@ class ProposerFacts(Known):
     ``acceptance``: by position, over all passes: one without a draft counts as a miss at the first position. ``sizes``: how
     large the drafts of the passes were {tokens: share}, for proposers that do not always draft as much as they may; None:
     always in full. ``tree``: its drafts are trees of ``sizes``, measured as they are and not to be shortened. ``memory``:
-    bytes of its weights and its own cache. ``speedup_alone``: measured with one request at a time. ``training``: GPU hours it takes to train; ``ready``: it need not be trained.
+    bytes of its weights and its own cache. ``speedup_alone``: measured with one request at a time. ``training``: GPU hours it
+    takes to train; ``ready``: it need not be trained.
     """
 
     name: str
