@@ -277,18 +277,20 @@ def measured(
 
 
 def passes(target: Target, ids: torch.Tensor, tokens: int, batch: int) -> dict[Any, Callable[[], None]]:
-    """Passes of the target behind ``ids``, by the tokens of each of ``batch`` sequences."""
+    """Passes of the target behind ``ids``, by the tokens of each of ``batch`` sequences. No two sequences are equally long, as
+    in decoding, where that costs even a plain pass a mask."""
     cache = target.new_cache()
     target.prefill(ids, cache, ())
     target.select(cache, [0] * batch, len(ids))  # the same text so many times
-    lengths = [len(ids)] * batch
+    lengths = [max(1, len(ids) - row) for row in range(batch)]
+    behind = torch.tensor(lengths, device=target.device)[:, None]
 
     def verify(count: int) -> Callable[[], None]:
         branches = Draft([0] * (count - 1), full([count - 1]) if count > 1 else NONE)
 
         def run() -> None:
             rows, depths, seen = laid_out([branches] * batch, [0] * batch, target.device)
-            logits, _ = target.verify(rows, len(ids) + depths, seen, lengths, cache, ())
+            logits, _ = target.verify(rows, behind + depths, seen, lengths, cache, ())
             logits.argmax(-1).tolist()
             target.keep(cache, lengths, [[]] * batch)
 

@@ -16,7 +16,7 @@ from ..target import Target
 from .prompts import Prompt
 from .registry import read_lookup
 
-MEASURING = 1  # rises when what is measured, or what an entry of the results holds, changes
+MEASURING = 2  # rises when what is measured, or what an entry of the results holds, changes
 
 
 def digest(made_from: Any) -> str:

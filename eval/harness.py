@@ -20,7 +20,7 @@ from .typical import Typical
 from .verifier import Pass, Request, Run, decode
 
 NEAR_TIE = 1e-3  # in logits: two tokens closer than this may swap places when sums are taken in another order
-REFILLS = 2  # so many batches of prompts are decoded one way before they are decoded the other
+REFILLS = 4  # so many batches of prompts are decoded one way before they are decoded the other
 SAMPLE = 200  # tokens of one answer that the report shows
 
 
