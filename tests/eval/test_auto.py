@@ -235,7 +235,7 @@ def test_drawn_drafts_are_no_dynamic_trees(tiny_target: Target) -> None:
 def test_an_adaptive_chain_gets_its_costs(tiny_target: Target) -> None:
     found = settle_pace(tiny_target, random_head(tiny_target, "eagle3"), prompts(), Paced(4), 8)
     assert found.name == "chain:4,adapt" and len(found.costs) == 5
-    assert found.costs[0] == 1 and min(found.costs[1:]) > 1
+    assert found.costs[0] == 1 and min(found.costs) > 0
     with pytest.raises(UserError, match="deeper than this medusa head's 3 depths"):
         settle(tiny_target, random_head(tiny_target, "medusa"), Paced(4), prompts(), 8)
     given = Paced(2, (1.0, 1.5, 2.0))
