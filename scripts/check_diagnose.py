@@ -128,7 +128,11 @@ def main() -> None:
             results[planted] = {"found": found["dominant"], "seconds": round(time.perf_counter() - began), **short(found)}
             print(f"{planted}: {found['dominant']} ({found['because']})")
     right = [planted == one["found"] for planted, one in results.items()]
-    about = {"command": "python scripts/check_diagnose.py", "cpu": platform.machine(), "threads": os.environ["OMP_NUM_THREADS"]}
+    about = {
+        "command": "python scripts/check_diagnose.py --gsm8k DIR",
+        "cpu": platform.machine(),
+        "threads": os.environ["OMP_NUM_THREADS"],
+    }
     about |= {"prompts": PROMPTS, "new_tokens": NEW_TOKENS, "rows": ROWS, "steps": STEPS, "short_steps": SHORT}
     report = {"about": about, "right": sum(right), "of": len(right), "planted": results}
     options.out.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
