@@ -24,6 +24,7 @@ from ..heads.drafting import Drafting, Form, draft_all
 from ..heads.growing import Dynamic
 from ..sampling import GREEDY, Sampling
 from ..target import Target
+from .costs import rising
 from .prompts import Prompt
 from .search import SHARE, Candidates, Place, search, shares, walk
 from .tree import NONE, Auto, Paced, chain, fitted, full
@@ -254,7 +255,8 @@ def measured(
 ) -> Costs:
     """Time passes of up to ``tokens`` tokens and drafts of ``depths`` levels, one after the other in every round.
 
-    All stand behind the median prompt and half of its answer; what the tokens are does not matter for their time.
+    All stand behind the median prompt and half of its answer; what the tokens are does not matter for their time. Medians
+    that fall where more tokens are read are noise: they are fitted by a curve that rises.
     """
     asked = [prompt.ids(target) for prompt in prompts]
     context = int(statistics.median(map(len, asked))) + max_new // 2
@@ -273,7 +275,8 @@ def measured(
     median = {name: statistics.median(each) for name, each in times.items()}
     begin, whole = median.pop("begin"), {read: median.pop((read,)) for read in {1, width}}
     level = {read: max(0.0, seconds - begin) / max(1, depths - 1) for read, seconds in whole.items()}
-    return Costs(context, batch, median, begin, level)
+    verify = dict(zip(median, rising(np.array(list(median.values()))).tolist(), strict=True))
+    return Costs(context, batch, verify, begin, level)
 
 
 def passes(target: Target, ids: torch.Tensor, tokens: int, batch: int) -> dict[Any, Callable[[], None]]:

@@ -205,6 +205,7 @@ def random_head(target: Target, kind: str) -> DraftHead:
 def test_every_cost_is_measured(tiny_target: Target, kind: str, batch: int) -> None:
     found = measured(tiny_target, random_head(tiny_target, kind), prompts(), 8, 17, 3, 4, batch)
     assert set(found.verify) == {*range(1, 10), 13, 17} and min(found.verify.values()) > 0
+    assert list(found.verify.values()) == sorted(found.verify.values())
     assert found.begin > 0 and set(found.level) == {1, 4} and min(found.level.values()) >= 0
     assert found.batch == batch and 10 < found.context < 64
 
