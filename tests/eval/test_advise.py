@@ -344,7 +344,10 @@ def test_a_local_target_is_measured(lively_target: Target, tiny_tokenizer_factor
     for own, facts in zip(
         sorted(advice["considered"], key=lambda each: each["proposer"]), (eagle3, lookahead, ngram), strict=True
     ):
-        assert own["checked"]["measured"] == facts.speedup_alone > 0 and own["checked"]["predicted"] > 0
+        assert (
+            own["checked"]["measured"] == facts.speedup_alone
+            and min(own["checked"]["measured"], own["checked"]["predicted"]) > 0
+        )
     assert sentences(advice).count("One request at a time") == 3
 
 

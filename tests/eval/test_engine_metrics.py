@@ -43,7 +43,7 @@ def test_a_vllm_page():
     found = read_metrics(vllm(7, (5, 2.5), drafts=10, at=(8, 4, 1)))
     assert found is not None and found.engine == "vllm"
     assert (found.requests, found.running, found.waiting, found.kv_cache) == (7, 3, 4, 0.75)
-    assert found.ttft == Spans(5, 2.5) and found.ttft.mean == 0.5 and found.tpot is None
+    assert found.ttft == Spans(5, 2.5) and Spans(5, 2.5).mean == 0.5 and found.tpot is None
     assert found.prompt_tokens is None and found.output_tokens is None  # neither is a number here
     assert found.speculating and found.accepted_at == (8, 4, 1) and found.tau == pytest.approx(2.3)
 
