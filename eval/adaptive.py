@@ -91,7 +91,7 @@ class PacedProposer:
         self.proposer, self.form = proposer, form
         self.name, self.taps, self.length = proposer.name, proposer.taps, form.length
         self.adapts, self.adapted = proposer.adapts, proposer.adapted
-        self.drawn = getattr(proposer, "drawn", False)
+        self.drawn = proposer.drawn
 
     def described(self) -> dict[str, Any]:
         return {**self.proposer.described(), "name": self.form.name, "costs": list(self.form.costs)}

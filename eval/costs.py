@@ -182,7 +182,7 @@ def interpolated(values: Any, axes: Sequence[Sequence[float]], point: Sequence[f
 class Scripted:
     """Drafts ``length`` tokens that no one wrote, to be rejected: what a pass costs does not depend on them."""
 
-    name, taps, adapts = "scripted", (), False
+    name, taps, adapts, drawn = "scripted", (), False, False
 
     def __init__(self) -> None:
         self.length = 0

@@ -24,7 +24,7 @@ class LookUp(ABC):
     name: str
     length: int
     taps: Sequence[int] = ()
-    adapts = False
+    adapts = drawn = False
 
     def adapted(self, target: Target) -> AbstractContextManager[None]:
         return nullcontext()

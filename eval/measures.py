@@ -11,7 +11,7 @@ from .statistics import interval, speedup
 from .statistics import tau as tau_of_sums
 from .verifier import Generation
 
-GRAM = 4  # tokens: how long a repeated run is that counts for the repetitiveness
+GRAM = 4  # tokens or words: how long a repeated run is that counts for the repetitiveness
 SPANS = (0, 32, 64, 128, 256, 512, 1024, 2048, 4096)  # output positions at which τ is looked at apart
 
 
@@ -157,16 +157,20 @@ def sizes(runs: Sequence[Generation]) -> dict[str, float]:
 
 def repetitiveness(answers: Sequence[Answer]) -> float:
     """The share of the outputs' runs of four tokens that stood before in the prompt or the output."""
+    return repeated_share([(answer.prompt, answer.drafted.tokens) for answer in answers]) or 0.0
+
+
+def repeated_share(pairs: Sequence[tuple[list[Any], list[Any]]]) -> float | None:
+    """Of prompts and outputs, the share of the outputs' runs of GRAM items that stood before; None where all are shorter."""
     repeated = total = 0
-    for answer in answers:
-        text, first = answer.prompt + answer.drafted.tokens, len(answer.prompt)
-        seen: set[tuple[int, ...]] = set()
-        for end in range(GRAM, len(text) + 1):
-            gram = tuple(text[end - GRAM : end])
-            if end - GRAM >= first:
+    for prompt, output in pairs:
+        text, seen = prompt + output, set()
+        for start in range(len(text) - GRAM + 1):
+            gram = tuple(text[start : start + GRAM])
+            if start >= len(prompt):
                 repeated, total = repeated + (gram in seen), total + 1
             seen.add(gram)
-    return repeated / total if total else 0.0
+    return repeated / total if total else None
 
 
 # -- time --------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from ..console import Progress, note
 from ..errors import UserError
 from .engine_metrics import EngineMetrics
+from .measures import repeated_share
 from .prompts import Prompt
 from .service import Acceptance, Engine, Load, Mean, Middle, ProposerFacts, Service
 from .streaming import Answer, Spent, Streams
@@ -22,7 +23,6 @@ WARM_UP = Prompt([{"role": "user", "content": "Say yes."}], max_new=8)
 FEWEST = 4  # answers of a rung
 GROWTH = 1.1  # of the throughput from rung to rung; less is none
 HISTORY = 100  # finished requests from which on an engine's past says more of the service than a few questions do
-GRAM = 4
 PIECES = 16  # tokens; an answer as long that comes at once was not streamed
 FASTEST = 1e-4  # seconds per token that no model undercuts for one sequence: what is faster was held back on the way
 
@@ -182,16 +182,8 @@ def as_counted(counts: EngineMetrics) -> dict | None:
 
 def repetitiveness(answers: Sequence[Answer]) -> float | None:
     """The share of the answers' runs of four words that stood before in prompt or answer; None where all are shorter."""
-    repeated = total = 0
-    for answer in answers:
-        before = [*answer.prompt.split(), ""]  # no run goes from one into the other
-        text, seen = before + answer.text.split(), set()
-        for start in range(len(text) - GRAM + 1):
-            gram = tuple(text[start : start + GRAM])
-            if start >= len(before):
-                repeated, total = repeated + (gram in seen), total + 1
-            seen.add(gram)
-    return repeated / total if total else None
+    # the empty word parts the two: no run goes from one into the other
+    return repeated_share([([*answer.prompt.split(), ""], answer.text.split()) for answer in answers])
 
 
 # -- the ladder ------------------------------------------------------------------------------------------------------

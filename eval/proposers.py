@@ -42,7 +42,7 @@ class Proposer(Protocol):
     """One proposer drafts for many sequences; what it knows of one is in the sequence's state.
 
     ``name``: as reports call it. ``taps``: what the target's passes shall tap for it. ``length``: its deepest draft.
-    ``adapts``: whether it changes the target inside ``adapted``.
+    ``adapts``: whether it changes the target inside ``adapted``. ``drawn``: whether its drafts are drawn at random.
     """
 
     @property
@@ -53,6 +53,8 @@ class Proposer(Protocol):
     def length(self) -> int: ...
     @property
     def adapts(self) -> bool: ...
+    @property
+    def drawn(self) -> bool: ...
 
     def described(self) -> dict[str, Any]:
         """The draft's form: kind, name, length and nodes at most, a static tree's paths, what stops it early."""

@@ -143,11 +143,12 @@ def decode(
     """
     for request in requests:
         check(target, request.prompt)
-    if typical and (sampling.greedy or getattr(proposer, "drawn", False)):
+    drawn = proposer is not None and proposer.drawn
+    if typical and (sampling.greedy or drawn):
         raise UserError(
             "--lossy-typical judges likeliest tokens at a --temperature above 0: set one, without --sampled-drafts."
         )
-    if sampling.greedy and getattr(proposer, "drawn", False):
+    if sampling.greedy and drawn:
         raise UserError("--sampled-drafts draws drafts at a --temperature above 0: set one, or leave it out.")
     waiting, running = deque(enumerate(requests)), []
     cache: Any = None
@@ -292,7 +293,8 @@ def laid_out(drafts: list[Draft], roots: list[int], device: torch.device) -> tup
 
 def stopped(tokenizer: Any, tokens: list[int], stop: tuple[str, ...]) -> int | None:
     """How many tokens it takes until one of the texts appears; None where none does."""
-    if not any(text in tokenizer.decode(tokens) for text in stop):
+    written = tokenizer.decode(tokens)
+    if not any(text in written for text in stop):
         return None
     return next(end for end in range(1, len(tokens) + 1) if any(text in tokenizer.decode(tokens[:end]) for text in stop))
 
