@@ -19,7 +19,7 @@ from draftsmith.data.features import Memory, OnlineFeatures
 from draftsmith.data.tally import Tally
 from draftsmith.recipes.schema import load_recipe, shipped
 from draftsmith.target import Features, Target
-from draftsmith.train.loop import prepare, read_examples, start
+from draftsmith.train.prepare import prepare, read_examples, start
 
 TAPS = [2, 3, 15, 27, 29]
 PARTS = ("train", "held_out")

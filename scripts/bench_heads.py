@@ -41,7 +41,8 @@ from draftsmith.heads.kinds import KINDS, load_head
 from draftsmith.recipes.schema import Recipe, load_recipe, shipped
 from draftsmith.sampling import Sampling
 from draftsmith.target import Target
-from draftsmith.train.loop import prepare, read_examples, start, train
+from draftsmith.train.loop import train
+from draftsmith.train.prepare import prepare, read_examples, start
 
 RUNS = {
     "medusa": ("medusa-smollm2", []),

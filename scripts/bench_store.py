@@ -29,7 +29,8 @@ from draftsmith.eval.tree import parse
 from draftsmith.heads.kinds import load_head
 from draftsmith.recipes.schema import load_recipe, shipped
 from draftsmith.target import Target
-from draftsmith.train.loop import read_examples, train
+from draftsmith.train.loop import train
+from draftsmith.train.prepare import read_examples
 
 FEW = 20  # conversations for the bytes alone, and held out in training
 PROMPTS, NEW_TOKENS = 32, 48

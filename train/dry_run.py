@@ -15,7 +15,7 @@ from ..heads.base import DraftHead, read_config
 from ..heads.kinds import KINDS
 from ..recipes.schema import Recipe
 from ..target import UNREADABLE, Target
-from .loop import check_start
+from .prepare import check_start
 
 
 class Skeleton(Target):

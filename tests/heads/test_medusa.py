@@ -40,8 +40,8 @@ from draftsmith.heads.engines.registry import ENGINES, export, read
 from draftsmith.heads.kinds import KINDS, load_head
 from draftsmith.heads.medusa import LINEAR, MedusaHead, MedusaOptions
 from draftsmith.target import Target
-from draftsmith.train.loop import parameter_groups
 from draftsmith.train.objectives import Objective
+from draftsmith.train.prepare import parameter_groups
 from draftsmith.train.step import judged
 
 SIZES: dict[str, Any] = dict(

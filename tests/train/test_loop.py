@@ -27,7 +27,8 @@ from draftsmith.heads.kinds import load_head
 from draftsmith.recipes.schema import Recipe, load_recipe
 from draftsmith.target import Target
 from draftsmith.train.dry_run import dry_run
-from draftsmith.train.loop import prepare, rate, read_examples, start, train
+from draftsmith.train.loop import train
+from draftsmith.train.prepare import prepare, rate, read_examples, start
 
 WORDS = "the cat sat on an old mat while ten men read their tea leaves and then went home".split()
 
@@ -336,7 +337,6 @@ def test_a_refused_start_touches_nothing(workplace, whole_run):
 @pytest.mark.parametrize(("tracker", "trace"), [("tensorboard", "**/events.out.*"), ("wandb", "**/*.wandb")])
 def test_trackers_write_offline(workplace, monkeypatch, tracker, trace):
     run = workplace / tracker
-    monkeypatch.setenv("WANDB_DIR", str(run))
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_MODE", "offline")
     train(recipe_in(workplace, tracker, f"train.tracker={tracker}", "train.max_steps=2"))

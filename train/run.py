@@ -1,0 +1,165 @@
+"""One optimizer step, and what it needs."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from ..console import Progress, note
+from ..data.batches import epoch_plan, share
+from ..data.features import FeatureBatch, Source
+from ..data.vocab import DraftVocabulary
+from ..heads.base import DraftHead
+from ..heads.kinds import KINDS
+from ..recipes.schema import Recipe
+from ..target import Target
+from .metrics import DepthSums
+from .objectives import Objective
+from .rollouts import rollouts
+from .step import judged
+
+
+@dataclass
+class Run:
+    """Everything one step needs."""
+
+    recipe: Recipe
+    accelerator: Accelerator
+    target: Target
+    head: Any  # wrapped by accelerate
+    optimizer: Any
+    scheduler: Any
+    train: Source
+    held_out: Source
+    vocabulary: DraftVocabulary
+    data: dict[str, Any]  # what the examples were made from, and what became of the rows
+    out: Path
+    plans: dict[int, list[list[int]]] = field(default_factory=dict)
+    tokens: int = 0  # read by this process since the last report
+    slots: int = 0  # the same with padding
+    lr: float = 0.0  # of the last step
+
+    @property
+    def objective(self) -> Objective:
+        return Objective(**self.recipe.objective.model_dump())
+
+    @property
+    def shares(self) -> torch.Tensor:
+        """The weight of every depth's mean loss [depths]."""
+        return self.objective.shares(self.recipe.head.depths)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-len(self.train.lengths) // self.recipe.train.batch_size)
+
+    @property
+    def steps(self) -> int:
+        return self.recipe.train.max_steps or self.recipe.train.epochs * self.steps_per_epoch
+
+    def global_batch(self, step: int) -> list[int]:
+        """The rows of a global batch, the same on every process and after every restart."""
+        epoch, index = divmod(step, self.steps_per_epoch)
+        if epoch not in self.plans:
+            lengths = self.train.lengths.tolist()
+            self.plans = {epoch: epoch_plan(lengths, self.recipe.train.batch_size, self.recipe.train.seed, epoch)}
+        return self.plans[epoch][index]
+
+    def padding(self) -> float:
+        """The share of padding in the lines that this process has read since the last call."""
+        share = 1 - self.tokens / max(self.slots, 1)
+        self.tokens = self.slots = 0
+        return share
+
+    def micro_batches(self, source: Source, rows: list[int]) -> Iterator[FeatureBatch]:
+        """This process's share of a global batch; where its rows have run out, one row without supervision."""
+        settings, state = self.recipe.train, self.accelerator
+        for own in share(rows, state.process_index, state.num_processes, settings.micro_batch_size):
+            batch = source.batch(own or rows[:1])
+            if not own:
+                batch.mask.zero_()
+            yield batch
+
+    def advance(self, step: int, rows: list[int]) -> DepthSums:
+        """One optimizer step over one global batch.
+
+        Every depth's loss is divided by its count of taught rows in the whole global batch, so neither padding, nor
+        the cut into micro-batches and processes, nor the number of depths moves the learning rate. A batch without any
+        is no step.
+        """
+        batches = list(self.micro_batches(self.train, rows))
+        if step > self.steps * (1 - self.recipe.train.on_policy):
+            batches = [self.rollouts(batch, step) for batch in batches]
+        taught = [self.taught(batch, step) for batch in batches]
+        own = [torch.stack([maps.sum() for maps in each]) for each in taught]
+        counts = torch.as_tensor(self.accelerator.reduce(torch.stack(own).sum(0), reduction="sum"))
+        sums = DepthSums.zeros(self.recipe.head.depths, self.accelerator.device)
+        self.tokens += sum(batch.tokens for batch in batches)
+        self.slots += sum(batch.ids.numel() for batch in batches)
+        if not counts.any():
+            note(f"rows {rows} supervise nothing: no step is taken")
+            return sums
+        for i, batch in enumerate(batches):
+            last = i == len(batches) - 1
+            with self.accelerator.autocast(), nullcontext() if last else self.accelerator.no_sync(self.head):
+                loss, seen = judged(self.head, batch, self.target, self.objective, taught[i], counts)
+                # DDP and FSDP average gradients over processes; the sum is what is wanted
+                self.accelerator.backward(loss * self.accelerator.num_processes)
+            sums.add(seen)
+        norm = self.clip()
+        if not torch.isfinite(torch.as_tensor(norm)):
+            raise RuntimeError(f"the gradient norm is {norm}: rows {rows} give no finite loss")
+        self.lr = self.scheduler.get_last_lr()[0]
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return sums
+
+    def clip(self) -> Any:
+        """Clip the gradients; returns the head's norm before. A confidence estimate has a norm of its own, so that the head
+        learns the same with it as without."""
+        beside = self.accelerator.unwrap_model(self.head).confidence
+        if beside is None:
+            return self.accelerator.clip_grad_norm_(self.head.parameters(), self.recipe.train.clip)
+        own = set(beside.parameters())
+        self.accelerator.clip_grad_norm_(list(own), self.recipe.train.clip)
+        rest = [parameter for parameter in self.head.parameters() if parameter not in own]
+        return self.accelerator.clip_grad_norm_(rest, self.recipe.train.clip)
+
+    def taught(self, batch: FeatureBatch, step: int) -> list[torch.Tensor]:
+        """The rows of a batch that this step teaches, map by map; a kind that samples draws anew at every step."""
+        head: DraftHead = self.accelerator.unwrap_model(self.head)
+        return head.taught(batch.ids, batch.mask, self.recipe.train.seed + step)
+
+    def rollouts(self, batch: FeatureBatch, step: int) -> FeatureBatch:
+        head: DraftHead = self.accelerator.unwrap_model(self.head)
+        length = min(self.recipe.train.rollout, head.deepest or self.recipe.train.rollout)
+        return rollouts(head, batch, self.target, length, self.recipe.train.seed + step)
+
+    @torch.no_grad()
+    def held_out_sums(self) -> DepthSums:
+        """This process's sums over its share of the held-out rows."""
+        sums = DepthSums.zeros(self.recipe.head.depths, self.accelerator.device)
+        rows, size = list(range(len(self.held_out.lengths))), self.recipe.train.batch_size
+        self.head.eval()
+        with Progress("held-out", len(rows), show=self.accelerator.is_main_process) as bar:
+            for first in range(0, len(rows), size):
+                for batch in self.micro_batches(self.held_out, rows[first : first + size]):
+                    with self.accelerator.autocast():
+                        sums.add(judged(self.head, batch, self.target, self.objective, self.taught(batch, 0))[1])
+                bar.advance(size)
+        self.head.train()
+        return sums
+
+    def snapshot(self) -> DraftHead | None:
+        """The head as it stands, whole and unwrapped, on the main process; None on the others. All must call it."""
+        state = self.accelerator.get_state_dict(self.head)
+        if not self.accelerator.is_main_process:
+            return None
+        config = self.accelerator.unwrap_model(self.head).config
+        head = KINDS[config.kind](config)
+        head.load_state_dict(state)
+        return head.to(self.target.device).eval()
