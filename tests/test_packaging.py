@@ -34,8 +34,10 @@ def package_folders() -> set[str]:
 
 
 def data_files() -> set[str]:
-    """What a pip user needs beside the code: recipes, accelerate configs, the demo's data, benchmarks, the typing marker."""
-    patterns = ["recipes/*.yaml", "recipes/accelerate/*.yaml", "recipes/demo/*", "eval/benchmarks/*/*.yaml"]
+    """What a pip user needs beside the code: recipes, accelerate configs, shapes, the demo's data, benchmarks, the typing
+    marker."""
+    recipes = ["recipes/*.yaml", "recipes/accelerate/*.yaml", "recipes/targets/*.json", "recipes/demo/*"]
+    patterns = [*recipes, "eval/benchmarks/*/*.yaml"]
     found = {path.relative_to(ROOT).as_posix() for pattern in patterns for path in ROOT.glob(pattern) if path.is_file()}
     return {"py.typed"} | found
 

@@ -80,15 +80,9 @@ class Judge:
             yield [slice(cut[i], cut[i + 1]) for cut in cuts]
 
     def fitting(self, head: DraftHead, depths: list[Depth]) -> int:
-        """How many rows fit: each has its teacher's row and every depth's logits in memory, a few times over.
-
-        A power of two, so that the sums are rounded alike from call to call while the free memory wavers.
-        """
-        device = self.batch.ids.device
+        """How many rows fit into one piece."""
         sizes = [self.target.vocab_size if whole(depth) else len(head.target_ids) for depth in depths]
-        per_row = 4 * (3 * self.target.vocab_size + 8 * sum(sizes))
-        fits = max(LEAST, min(int(free_memory(device) * SHARE / per_row), MOST.get(device.type, 1024)))
-        return 1 << (fits.bit_length() - 1)
+        return fitting_rows(self.batch.ids.device, row_bytes(self.target.vocab_size, sizes))
 
     def piece(
         self, head: DraftHead, depths: list[Depth], weights: list[Tensor], cuts: list[slice], states: list[Tensor]
@@ -134,6 +128,20 @@ class Judge:
         if not whole(depth):
             labels, best = draft_ids(labels, head.target_ids), draft_ids(best, head.target_ids)
         return Look(warmed(logits, self.objective.temperature), p, labels, best, place)
+
+
+def row_bytes(vocab_size: int, sizes: list[int]) -> int:
+    """Bytes of a row: its teacher's distribution, and the logits of every depth (``sizes``), a few times over."""
+    return 4 * (3 * vocab_size + 8 * sum(sizes))
+
+
+def fitting_rows(device: torch.device, per_row: int) -> int:
+    """How many rows of so many bytes are one piece.
+
+    A power of two, so that the sums are rounded alike from call to call while the free memory wavers.
+    """
+    fits = max(LEAST, min(int(free_memory(device) * SHARE / per_row), MOST.get(device.type, 1024)))
+    return 1 << (fits.bit_length() - 1)
 
 
 def free_memory(device: torch.device) -> int:
