@@ -21,11 +21,12 @@ from .eval.registry import LOOKUPS, MODEL, read_head, read_lookup
 from .eval.report import overview, table, write_report
 from .eval.sweep import Rig, refuse, sweep
 from .eval.tasks import read_task
-from .eval.tracking import TRACKERS, track
+from .eval.tracking import track
 from .eval.typical import read_typical
 from .heads.base import read_config
 from .outputs import refuse_existing
 from .target import Target
+from .tracker import TRACKERS
 
 Number = TypeVar("Number", int, float)
 INTERRUPTED = 130  # the exit status of what Ctrl-C ended, by the shells' custom

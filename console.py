@@ -65,7 +65,9 @@ class Progress:
     def __init__(self, title: str, total: int, done: int = 0, show: bool = True) -> None:
         title_column, extra_column = TextColumn("{task.description}"), TextColumn("{task.fields[extra]}")
         columns = (title_column, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), extra_column)
-        self.bar = RichProgress(*columns, console=stderr, disable=not (show and stderr.is_terminal), transient=True)
+        hidden = not (show and stderr.is_terminal)
+        # the estimate looks back an hour: steps of half a minute and pauses between them are usual
+        self.bar = RichProgress(*columns, console=stderr, disable=hidden, transient=True, speed_estimate_period=3600)
         self.task = self.bar.add_task(title, total=total, completed=done, extra="")
 
     def __enter__(self) -> Self:

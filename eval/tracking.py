@@ -1,18 +1,13 @@
 """A report's numbers in tensorboard or wandb, beside those of the training run."""
 
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
-
-from ..console import note
-from ..errors import first_line
+from ..tracker import Tracker
 from .words import labels
 
-TRACKERS = ("tensorboard", "wandb")
 SCALARS = (
     "tau",
     "tau_per_request",
@@ -31,25 +26,11 @@ SCALARS = (
 def track(results: Sequence[dict[str, Any]], name: str, to: str, directory: Path) -> None:
     """Log every result's numbers to the tracker ``to`` (see TRACKERS) as the run ``name``; its files go into ``directory``.
 
-    wandb stays offline unless a key is set. A tracker that is missing or fails is named on the terminal and changes nothing
-    else: the numbers are in the report.
+    A tracker that is missing or fails is named on the terminal and changes nothing else: the numbers are in the report.
     """
-    try:
-        accelerator = Accelerator(log_with=to, project_dir=directory)
-        settings: dict[str, Any] = {}
-        if to == "wandb":
-            import wandb
-
-            if not wandb.api.api_key:
-                os.environ.setdefault("WANDB_MODE", "offline")
-            settings = {"wandb": {"name": name, "dir": str(directory)}}
-        accelerator.init_trackers(name if to == "tensorboard" else "draftsmith", init_kwargs=settings)
-        if not accelerator.trackers:
-            note(f"WARNING: {to} is not installed, so nothing was logged: pip install {to}; the report has all numbers.")
-        accelerator.log(scalars(results), step=0)
-        accelerator.end_training()
-    except Exception as error:  # whatever a tracker's library or server raises must not cost the measurement
-        note(f"WARNING: nothing was logged to {to} ({first_line(error)}); the report has all numbers.")
+    tracker = Tracker(to, name, directory, {}, "the report")
+    tracker.log(scalars(results), step=0)
+    tracker.finish()
 
 
 def scalars(results: Sequence[dict[str, Any]]) -> dict[str, float]:

@@ -18,6 +18,7 @@ from . import checkpoints
 from .calibration import calibrate
 from .log import Log
 from .metrics import DepthSums
+from .pace import brief
 from .prepare import prepare, start
 from .provenance import write_run
 from .run import Run
@@ -47,27 +48,30 @@ def train(recipe: Recipe, score: Score | None = None, resume: bool = False, forc
     claim(accelerator, out, resume)
     write_run(run.accelerator, recipe, run.target, run.data, out)
     done = checkpoints.resume(accelerator, out / "checkpoints") if resume else 0
-    log = Log(accelerator, out, recipe, done if resume else None)
+    log = Log(accelerator, out, recipe, done if resume else None, run.steps)
     best, every = log.best, recipe.train.eval_every or run.steps
     if done not in log.evaluated and (done == 0 or done % every == 0):
         best = evaluate(run, done, best, score, log)
-    report: dict[str, float] = {}
+    row: dict[str, Any] = {}
     with Progress("training", run.steps, done=done, show=accelerator.is_main_process) as bar:
         sums = DepthSums.zeros(recipe.head.depths, accelerator.device)
         for step in range(done + 1, run.steps + 1):
-            sums.add(run.advance(step, run.global_batch(step - 1)))
+            with run.pace.step():
+                sums.add(run.advance(step, run.global_batch(step - 1)))
             if step % recipe.train.log_every == 0 or step == run.steps:
                 report = sums.reduced(accelerator).report(run.shares)
                 lost = {"damaged_rows": run.train.lost} if run.train.lost else {}
-                log.write({"step": step, "lr": run.lr, "padding": run.padding(), **lost, **report}, "train")
+                row = {"step": step, "lr": run.lr, **report, **lost, **run.pace.row(accelerator, run.steps - step)}
+                log.write(row, "train")
                 sums = DepthSums.zeros(recipe.head.depths, accelerator.device)
-            bar.advance(1, " ".join(f"{k} {v:.3f}" for k, v in report.items()))
+            bar.advance(1, brief(row))
             if recipe.train.checkpoint_every and step % recipe.train.checkpoint_every == 0:
                 run.train.flush()
                 checkpoints.save(accelerator, out / "checkpoints", step, recipe.train.keep_checkpoints)
             if step % every == 0 or step == run.steps:
                 best = evaluate(run, step, best, score, log)
     run.train.flush()
+    log.tracker.finish()
     steps = run.steps
     accelerator.wait_for_everyone()
     del run  # DDP's reducer holds the process group, and a gloo group that dies after end_training never joins its threads

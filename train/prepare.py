@@ -29,14 +29,13 @@ from .run import Run
 
 
 def start(recipe: Recipe) -> Accelerator:
-    """The accelerator with the recipe's precision and tracker. wandb stays offline unless a key is set."""
+    """The accelerator with the recipe's precision."""
     precision = recipe.train.precision
     if precision == "auto":
         on_gpu = str(PartialState().device).startswith("cuda")
         has_bf16 = torch.cuda.is_bf16_supported() if on_gpu else torch.cpu._is_avx512_bf16_supported()
         precision = "bf16" if has_bf16 else "no"
-    tracker = None if recipe.train.tracker == "none" else recipe.train.tracker
-    return Accelerator(mixed_precision=precision, log_with=tracker, project_dir=recipe.output)
+    return Accelerator(mixed_precision=precision)
 
 
 def prepare(recipe: Recipe, accelerator: Accelerator, out: Path, resume: bool) -> Run:

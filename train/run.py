@@ -19,6 +19,7 @@ from ..recipes.schema import Recipe
 from ..target import Target
 from .metrics import DepthSums
 from .objectives import Objective
+from .pace import Pace
 from .rollouts import rollouts
 from .step import judged
 
@@ -39,8 +40,7 @@ class Run:
     data: dict[str, Any]  # what the examples were made from, and what became of the rows
     out: Path
     plans: dict[int, list[list[int]]] = field(default_factory=dict)
-    tokens: int = 0  # read by this process since the last report
-    slots: int = 0  # the same with padding
+    pace: Pace = field(default_factory=Pace)
     lr: float = 0.0  # of the last step
 
     @property
@@ -68,19 +68,14 @@ class Run:
             self.plans = {epoch: epoch_plan(lengths, self.recipe.train.batch_size, self.recipe.train.seed, epoch)}
         return self.plans[epoch][index]
 
-    def padding(self) -> float:
-        """The share of padding in the lines that this process has read since the last call."""
-        share = 1 - self.tokens / max(self.slots, 1)
-        self.tokens = self.slots = 0
-        return share
-
     def micro_batches(self, source: Source, rows: list[int]) -> Iterator[FeatureBatch]:
-        """This process's share of a global batch; where its rows have run out, one row without supervision."""
+        """This process's share of a global batch; where its rows have run out, one row that teaches and counts for nothing."""
         settings, state = self.recipe.train, self.accelerator
         for own in share(rows, state.process_index, state.num_processes, settings.micro_batch_size):
             batch = source.batch(own or rows[:1])
             if not own:
                 batch.mask.zero_()
+                batch.tokens = 0
             yield batch
 
     def advance(self, step: int, rows: list[int]) -> DepthSums:
@@ -97,10 +92,10 @@ class Run:
         own = [torch.stack([maps.sum() for maps in each]) for each in taught]
         counts = torch.as_tensor(self.accelerator.reduce(torch.stack(own).sum(0), reduction="sum"))
         sums = DepthSums.zeros(self.recipe.head.depths, self.accelerator.device)
-        self.tokens += sum(batch.tokens for batch in batches)
-        self.slots += sum(batch.ids.numel() for batch in batches)
+        self.pace.count(batches)
         if not counts.any():
             note(f"rows {rows} supervise nothing: no step is taken")
+            self.pace.skipped += 1
             return sums
         for i, batch in enumerate(batches):
             last = i == len(batches) - 1

@@ -28,6 +28,7 @@ from draftsmith.recipes.schema import Recipe, load_recipe
 from draftsmith.target import Target
 from draftsmith.train.dry_run import dry_run
 from draftsmith.train.loop import train
+from draftsmith.train.pace import CLOCKED
 from draftsmith.train.prepare import prepare, rate, read_examples, start
 
 WORDS = "the cat sat on an old mat while ten men read their tea leaves and then went home".split()
@@ -72,7 +73,7 @@ def recipe_in(workplace: Path, out: str, *changes: str) -> Recipe:
 
 def curve(run: Path, part: str = "train") -> list[dict]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k not in ("seconds", "part")} for row in rows if row["part"] == part]
+    return [{k: v for k, v in row.items() if k not in (*CLOCKED, "part")} for row in rows if row["part"] == part]
 
 
 def losses(run: Path) -> list[float]:
