@@ -3,7 +3,7 @@
 import hashlib
 import json
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -140,6 +140,11 @@ class Target:
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise UserError(f"the tokenizer of {self.name!r} has no chat template: set tokenizer.chat_template and save it.")
         return self.tokenizer
+
+    def weights_of(self, module: nn.Module, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """The tensors of one of the model's modules by their names in it: all of them, or those of ``names`` that it has."""
+        held = module.state_dict()
+        return held if names is None else {name: held[name] for name in names if name in held}
 
     def check_taps(self, taps: Sequence[int]) -> None:
         """Raise UserError unless the taps are distinct, sorted and within 0..depth."""

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Any, Self
 
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig
 
+from ..ends import generation_config
 from ..errors import UserError
 from ..fetch import load_tokenizer, located
 from ..target import UNREADABLE, eos_ids
@@ -42,12 +43,5 @@ class TargetFacts:
             config.hidden_size,
             config.vocab_size,
             getattr(config, "max_position_embeddings", None) or 2**31,
-            eos_ids(_generation_config(path, where["local_files_only"]), config, tokenizer),
+            eos_ids(generation_config(path, where["local_files_only"]), config, tokenizer),
         )
-
-
-def _generation_config(path: str, local_files_only: bool) -> GenerationConfig | None:
-    try:
-        return GenerationConfig.from_pretrained(path, local_files_only=local_files_only)
-    except UNREADABLE:
-        return None

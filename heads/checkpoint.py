@@ -1,62 +1,23 @@
-"""The files of a target's checkpoint: which tensor lies where, reading some, and a copy in which some are others."""
+"""A copy of a target's checkpoint in which some tensors are others."""
 
 import json
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..errors import UserError, first_line
-from ..fetch import located
-from ..target import Target
+from ..errors import UserError
+from ..weights import INDEX, WHOLE, places, read
 
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADDED = "model-mtp.safetensors"  # what a sharded checkpoint gets for tensors that it did not have
-UNREAD = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "*/*"]
-
-
-def directory_of(target: Target) -> Path:
-    """The directory that the target was loaded from, on this machine; UserError where it has no safetensors."""
-    path, where = located(target.name)
-    if "gguf_file" in where:
-        raise UserError(f"{target.name} is a GGUF file, whose tensors are not those of training: name the original checkpoint.")
-    directory = Path(path)
-    if not directory.is_dir():
-        try:
-            directory = Path(snapshot_download(path, ignore_patterns=UNREAD, local_files_only=where["local_files_only"]))
-        except (HfHubHTTPError, LocalEntryNotFoundError, ValueError, OSError) as error:
-            raise UserError(f"the files of {target.name} cannot be found ({first_line(error)}): name its directory.") from error
-    if not (directory / WHOLE).is_file() and not (directory / INDEX).is_file():
-        raise UserError(f"{directory} has neither {WHOLE} nor {INDEX}: save the target as safetensors.")
-    return directory
 
 
 def read_config(directory: Path) -> dict[str, Any]:
     return json.loads((directory / "config.json").read_text(encoding="utf-8"))
-
-
-def places(directory: Path) -> dict[str, str]:
-    """The file of every tensor, by the tensor's name."""
-    if (directory / WHOLE).is_file():
-        with safe_open(directory / WHOLE, framework="pt") as file:
-            return dict.fromkeys(file.keys(), WHOLE)
-    return json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"]
-
-
-def read(directory: Path, names: Iterable[str]) -> dict[str, Tensor]:
-    """The named tensors, on the CPU and in their own dtype."""
-    where, tensors = places(directory), {}
-    for name in names:
-        with safe_open(directory / where[name], framework="pt") as file:
-            tensors[name] = file.get_tensor(name)
-    return tensors
 
 
 def write_copy(source: Path, out: Path, tensors: dict[str, Tensor]) -> None:

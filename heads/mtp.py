@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel, DynamicCache
 
+from .. import weights
 from ..errors import UserError, first_line
 from ..target import Features, Target, attention_kinds
-from . import checkpoint, own_lm
+from . import own_lm
 from .base import Depth, DraftHead, Guess, HeadConfig, Shape, marked
 from .layers import causal
 from .mtp_forms import FORMS, Form, find, to_ours
@@ -127,7 +128,7 @@ class MtpHead(DraftHead):
         The projection passes the hidden state through at the size of what that layer reads in the target, so that what it
         adds weighs as much; the embedding joins at a tenth of its random size.
         """
-        layer, source = self.decoder.layers[0].state_dict(), target.layers[last_layer(target)].state_dict()
+        layer, source = self.decoder.layers[0].state_dict(), target.weights_of(target.layers[last_layer(target)])
         fits = {name: tensor.shape for name, tensor in layer.items()} == {name: t.shape for name, t in source.items()}
         if not fits or target.final_norm is None:
             raise UserError(
@@ -231,11 +232,11 @@ def build(layer: dict[str, Any]) -> Any:
 
 def module_of(target: Target, form: str, layer: dict[str, Any]) -> dict[str, Tensor]:
     """The module that the target's checkpoint carries, under the head's names."""
-    directory = checkpoint.directory_of(target)
-    names = checkpoint.places(directory)
+    directory = weights.directory_of(target.name)
+    names = weights.places(directory)
     found = find(names, target.depth)
     if found != form:
         mend = "set head.options.init to target" if found is None else f"set head.options.form to {found}"
         raise UserError(f"{directory} carries {'no module' if found is None else f'a {found} module'}: {mend}.")
-    tensors = checkpoint.read(directory, FORMS[form].own(names, target.depth))
+    tensors = weights.read(directory, FORMS[form].own(names, target.depth))
     return to_ours(tensors, build(layer), FORMS[form], target.depth)

@@ -182,19 +182,21 @@ def filled(config: HeadConfig, options: OwnOptions, target: Target) -> Any:
     """``build`` with the weights of the LM that ``options`` name."""
     name = options.model or target.name
     lm = build(config, options.model_copy(update={"lora": None}))
-    copy_weights(target.model if options.model is None else load(options.model), lm, name)
+    source = target.model if options.model is None else load(options.model)
+    held = target.weights_of(source, lm.state_dict()) if options.model is None else source.state_dict()
+    copy_weights(held, source.config.get_text_config().vocab_size, lm, name)
     refuse_unmaskable(lm, name)
     return lm if options.lora is None else adapted(lm, options.lora, config.layer.get("pard_token"))
 
 
 @torch.no_grad()
-def copy_weights(source: PreTrainedModel, lm: PreTrainedModel, name: str) -> None:
-    """Copy the weights of ``source`` into an LM of its first layers; UserError where one is missing.
+def copy_weights(theirs: dict[str, Tensor], rows: int, lm: PreTrainedModel, name: str) -> None:
+    """Copy a model's tensors into an LM of its first layers; UserError where one is missing.
 
-    Embedding rows beyond the LM's vocabulary are left out; rows that ``source`` lacks, which no text uses, repeat its last.
+    Embedding rows beyond the LM's vocabulary are left out; those beyond the model's ``rows``, which no text uses, repeat its
+    last.
     """
-    theirs = source.state_dict()
-    rows, wanted = source.config.get_text_config().vocab_size, lm.config.vocab_size
+    wanted = lm.config.vocab_size
     for key, tensor in lm.state_dict().items():
         found = theirs.get(key)
         if found is not None and found.shape[:1] == (rows,) and tensor.shape[:1] == (wanted,):

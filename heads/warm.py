@@ -25,7 +25,7 @@ def copy_layer(target: Target, source: nn.Module, layer: FeatureLayer | PlainLay
     Where attention inputs are twice as wide, the feature's half gets the target's weights and the embedding's half stays at
     a tenth of its random size, so that at first the layer reads features as the target's own layer does.
     """
-    parts = dict(source.named_parameters()) if has_llama_layers(target) else {}
+    parts = target.weights_of(source) if has_llama_layers(target) else {}
     for name, parameter in layer.named_parameters():
         own = parts.get("input_layernorm.weight" if name == "hidden_norm.weight" else name)
         if name == "input_layernorm.weight" and isinstance(layer, FeatureLayer):

@@ -90,7 +90,7 @@ def make_own(
     )
     for parameter in head.parameters():  # head.to(dtype) would round RoPE's frequencies, too
         parameter.data = parameter.data.to(lm.dtype)
-    own_lm.copy_weights(lm, head.get_submodule("lm"), "the checkpoint")  # type: ignore[arg-type]
+    own_lm.copy_weights(lm.state_dict(), lm.config.vocab_size, head.get_submodule("lm"), "the checkpoint")  # type: ignore[arg-type]
     return head.to(target.device).eval()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import weights
 from ...errors import UserError
 from ...target import Target
 from .. import checkpoint
@@ -42,9 +43,9 @@ def config(head: DraftHead, target: Target, draft_length: int) -> dict[str, Any]
 
     A Qwen2 model with MiMo's module is what engines call a MiMo model.
     """
-    directory = checkpoint.directory_of(target)
+    directory = weights.directory_of(target.name)
     found = checkpoint.read_config(directory)
-    if find(checkpoint.places(directory), target.depth) is None:
+    if find(weights.places(directory), target.depth) is None:
         text = found.get("text_config", found)
         text[COUNTS["qwen3_5" in target.config.model_type]] = 1
         if head.options.form == "mimo":
@@ -74,8 +75,8 @@ def tensors(head: DraftHead, target: Target, engine: str, fed: Fed) -> dict[str,
         )
     if own != hidden:
         raise UserError(f"{engine} feeds a {form} module the {hidden} state, and this head reads {own}: train with {hidden}.")
-    directory = checkpoint.directory_of(target)
-    found = find(checkpoint.places(directory), target.depth)
+    directory = weights.directory_of(target.name)
+    found = find(weights.places(directory), target.depth)
     if found not in (None, form):
         raise UserError(f"{directory} carries a {found} module, whose place no {form} one can take: train one of form {found}.")
     return checkpoint.as_stored(directory, to_theirs(head, FORMS[form], target.depth), target.dtype)
@@ -95,7 +96,7 @@ def rounded(head: DraftHead, target: Target, engine: str, fed: Fed) -> DraftHead
 
 def beside(head: DraftHead, target: Target, out: Path, engine: str, fed: Fed) -> None:
     """The rest of the target's checkpoint around the module, and a note of where the module comes from."""
-    checkpoint.write_copy(checkpoint.directory_of(target), out, tensors(head, target, engine, fed))
+    checkpoint.write_copy(weights.directory_of(target.name), out, tensors(head, target, engine, fed))
     note = provenance(head, head.config.depths)
     (out / "draftsmith.json").write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
 
@@ -103,11 +104,11 @@ def beside(head: DraftHead, target: Target, out: Path, engine: str, fed: Fed) ->
 def also(directory: Path) -> dict[str, Tensor]:
     """The tensors of the module that a target's directory carries."""
     found = checkpoint.read_config(directory)
-    depth, names = found.get("text_config", found)["num_hidden_layers"], checkpoint.places(directory)
+    depth, names = found.get("text_config", found)["num_hidden_layers"], weights.places(directory)
     form = find(names, depth)
     if form is None:
         raise UserError(f"{directory} carries no module: name the directory of a target that does.")
-    return checkpoint.read(directory, FORMS[form].own(names, depth))
+    return weights.read(directory, FORMS[form].own(names, depth))
 
 
 def rebuild(config: dict[str, Any], tensors: dict[str, Tensor], target: Target, fed: Fed, depths: int = LENGTH) -> DraftHead:

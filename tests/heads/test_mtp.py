@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, MistralConfig, Qwen2C
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
+from draftsmith import weights
 from draftsmith.errors import UserError
 from draftsmith.eval.tree import chain
-from draftsmith.heads import checkpoint
 from draftsmith.heads.base import DraftHead, supervised
 from draftsmith.heads.drafting import draft
 from draftsmith.heads.engines.published import import_head
@@ -150,10 +150,10 @@ def add(directory: Path, tensors: dict[str, Tensor], files: list[Path]) -> None:
     parts = {file: names[i :: len(files)] for i, file in enumerate(files)}
     for file, own in parts.items():
         save_file(load_file(file) | {name: tensors[name] for name in own}, file, metadata={"format": "pt", "who": "them"})
-    if (directory / checkpoint.INDEX).exists():
-        index = json.loads((directory / checkpoint.INDEX).read_text())
+    if (directory / weights.INDEX).exists():
+        index = json.loads((directory / weights.INDEX).read_text())
         index["weight_map"] |= {name: file.name for file, own in parts.items() for name in own}
-        (directory / checkpoint.INDEX).write_text(json.dumps(index))
+        (directory / weights.INDEX).write_text(json.dumps(index))
 
 
 def of_module(target: Target, form: str, **options: Any) -> DraftHead:
@@ -387,9 +387,9 @@ def test_a_qwen2_target_gets_a_module_and_becomes_a_mimo(engine: str, shards: bo
     config = json.loads((out / "config.json").read_text())
     assert config["architectures"] == ["MiMoForCausalLM"] and config["num_nextn_predict_layers"] == 1
     if shards:
-        index = json.loads((out / checkpoint.INDEX).read_text())
+        index = json.loads((out / weights.INDEX).read_text())
         assert index["weight_map"] == {name: file for name, (file, _) in after.items()}
-        held = json.loads((tmp_path / "target" / checkpoint.INDEX).read_text())["metadata"]["total_size"]
+        held = json.loads((tmp_path / "target" / weights.INDEX).read_text())["metadata"]["total_size"]
         assert index["metadata"]["total_size"] == held + 2 * sum(torch.Size(shape).numel() for shape in MIMO.values())
     again = read(engine, "mtp", out, target)
     assert again.options.pre_norm is (hidden == "pre_norm")
