@@ -1,6 +1,7 @@
 """What a run is made of: the target, the data, the head, its optimizer and its schedule."""
 
 import math
+import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
+from accelerate.utils import parse_flag_from_env
 from torch.optim.lr_scheduler import LambdaLR
 
 from ..console import note
@@ -29,13 +31,20 @@ from .run import Run
 
 
 def start(recipe: Recipe) -> Accelerator:
-    """The accelerator with the recipe's precision."""
+    """The accelerator with the recipe's precision.
+
+    Where a launcher starts several processes and there is no accelerator, they join over gloo: left to itself, accelerate
+    would take each of them for a run of its own.
+    """
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1 and not parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
+    cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or (several and not torch.accelerator.is_available())
+    PartialState(cpu=cpu)
     precision = recipe.train.precision
     if precision == "auto":
         on_gpu = str(PartialState().device).startswith("cuda")
         has_bf16 = torch.cuda.is_bf16_supported() if on_gpu else torch.cpu._is_avx512_bf16_supported()
         precision = "bf16" if has_bf16 else "no"
-    return Accelerator(mixed_precision=precision)
+    return Accelerator(mixed_precision=precision, cpu=cpu)
 
 
 def prepare(recipe: Recipe, accelerator: Accelerator, out: Path, resume: bool) -> Run:
