@@ -28,6 +28,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..errors import UserError, first_line
 from ..target import Features, Target
@@ -282,6 +283,7 @@ class DraftHead(nn.Module, ABC):
     kind: ClassVar[str]
     Options: ClassVar[type[BaseModel]]
     target_ids: Tensor
+    recomputes: bool = False  # see ``recompute``
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -362,6 +364,19 @@ class DraftHead(nn.Module, ABC):
     def forward(self, judge: Callable[["DraftHead", list[Depth]], Judged], *args: Any) -> Judged:
         """What ``judge`` makes of ``predict(*args)``. Logits are read out in here, where DDP and FSDP see it."""
         return judge(self, self.predict(*args))
+
+    def recompute(self) -> None:
+        """From now on keep less of the training forward for the backward pass, which computes it again.
+
+        Raises UserError where a head trains what it cannot run a second time.
+        """
+        self.recomputes = True
+
+    def stretch(self, function: Callable[..., Judged], *args: Any) -> Judged:
+        """``function(*args)``, the part of a training forward that is recomputed as one: it changes nothing but its result."""
+        if self.recomputes and torch.is_grad_enabled():
+            return checkpoint(function, *args, use_reentrant=False)
+        return function(*args)
 
     @contextmanager
     def adapted(self, target: Target) -> Iterator[None]:

@@ -106,6 +106,14 @@ class BlockLayer(nn.Module):
         return hidden + around(self.mlp_conv, self.mlp, self.post_attention_layernorm(hidden))
 
 
+def in_context(
+    layer: BlockLayer, hidden: Tensor, rotary: Rotary, context: Tensor, before: Rotary, pieces: list["Piece"]
+) -> Tensor:
+    """A layer over blocks [n, block, hidden] behind a context [lines, time, hidden], each rotated to its own positions."""
+    keys, values = layer.self_attn.keys(context, before)
+    return layer(hidden, rotary, attention_over(keys, values, pieces))
+
+
 def around(convolution: BlockConvolution | None, sublayer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """A sublayer's answer to x, with a convolution on both sides of it where there is one."""
     if convolution is None:

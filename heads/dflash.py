@@ -19,7 +19,7 @@ from ..console import note
 from ..errors import UserError
 from ..target import Features, Target
 from .base import Depth, DraftHead, Guess, HeadConfig, Shape, Side, counted, marked, move_taps, scores, supervised
-from .block_layers import BlockLayer, Piece, attention_over, cut
+from .block_layers import BlockLayer, Piece, attention_over, cut, in_context
 from .in_block import InBlock, Independent, Markov, Recurrent, Selector
 from .layers import llama_layer_config
 from .mask_token import is_faint, mask_token
@@ -222,8 +222,7 @@ class DFlashHead(DraftHead):
         within = self.rotary(context, place[:, None] + 1 + torch.arange(self.block, device=line.device))
         pieces = self.cut(line, last - place, last)
         for layer in self.layers:
-            keys, values = layer.self_attn.keys(context, before)
-            hidden = layer(hidden, within, attention_over(keys, values, pieces))
+            hidden = self.stretch(in_context, layer, hidden, within, context, before, pieces)
         return self.leave(hidden)
 
     def base_lesson(self, depth: Depth, target: Target) -> Depth:

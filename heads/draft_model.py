@@ -47,6 +47,9 @@ class DraftModelHead(DraftHead):
         flats = enumerate(map(marked, rows))
         return [Depth(flat, states[flat + 1 + depth], readout, ahead=1 + depth) for depth, flat in flats]
 
+    def recompute(self) -> None:
+        own_lm.recompute(self.lm)
+
     def merged(self) -> DraftHead:
         return own_lm.merged(self)
 

@@ -150,13 +150,13 @@ class HydraHead(DraftHead):
             lengths = taught_lengths(rows[0], positions)
             embeds = neftune(embeds, self.options.noise, lengths)
             last = last if self.prefix is not None else neftune(last, self.options.noise, lengths)
-        state = last if self.prefix is None else self.prefix(last, positions, causal(positions))
+        state = last if self.prefix is None else self.stretch(self.prefix, last, positions, causal(positions))
         state, embeds, coming = state.flatten(0, 1), embeds.flatten(0, 1), features.last.flatten(0, 1).detach()
         depths = []
         for depth, own in enumerate(rows):
             flat = marked(own)
             read = torch.cat([state[flat], *(embeds[flat + 1 + k] for k in range(depth + 1))], dim=-1)
-            hidden = self.hidden(depth, read)
+            hidden = self.stretch(self.hidden, depth, read)
             extra = None
             if self.options.feature_weight:
                 away = F.smooth_l1_loss(hidden.float(), coming[flat + 1 + depth].float(), reduction="none")

@@ -144,7 +144,7 @@ class MedusaHead(DraftHead):
         last = last.flatten(0, 1)
         flat = [marked(own) for own in rows]
         heads = [
-            Depth(own, self.blocks[depth](self.entered(last[own])), self.readout(depth, target), ahead=1 + depth)
+            Depth(own, self.stretch(self.blocks[depth], self.entered(last[own])), self.readout(depth, target), ahead=1 + depth)
             for depth, own in enumerate(flat[: self.config.depths])
         ]
         kept = [
@@ -159,6 +159,14 @@ class MedusaHead(DraftHead):
             return target.run(ids, [], positions).last
 
     # -- the adapted target ------------------------------------------------------------------------------------
+
+    def recompute(self) -> None:
+        if self.adapts:
+            raise UserError(
+                "medusa with lora trains inside the target, which gradient checkpointing does not reach: set "
+                "train.gradient_checkpointing to false and lower train.micro_batch_size."
+            )
+        super().recompute()
 
     @property
     def adapts(self) -> bool:

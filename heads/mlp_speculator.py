@@ -116,7 +116,7 @@ class MlpSpeculatorHead(DraftHead):
         for depth, own in enumerate(rows):
             going_on = own.flatten()[flat]  # a row taught at a depth is taught at all before it
             flat, state = flat[going_on], state[going_on]
-            state = self.step(depth, state, tokens[flat + 1 + depth])
+            state = self.stretch(self.step, depth, state, tokens[flat + 1 + depth])
             depths.append(Depth(flat, state, self.head[depth], ahead=1 + depth))
         return depths
 

@@ -169,17 +169,27 @@ class MtpHead(DraftHead):
             positions = torch.arange(ids.shape[1], device=ids.device)[None]
         behind = causal(positions)[:, 0]  # [batch or 1, time, time]
         itself = torch.eye(ids.shape[1], dtype=torch.bool, device=ids.device).expand_as(behind)
-        cache, hidden, after, depths = DynamicCache(), self.read(features), ids, []
+        earlier: list[Tensor] = []  # keys and values of the steps before
+        hidden, after, depths = self.read(features), ids, []
         for step, own in enumerate(rows):
             after = F.pad(after[:, 1:], (0, 1))  # x_{t+1+step} at index t
             here = positions + step
             keys = torch.cat([positions + earlier for earlier in range(step + 1)], dim=-1)
             mask = own_lm.mask_of(self.decoder, torch.cat([behind, *[itself] * step], dim=-1), here, keys)
-            entered = self.enter(self.embed(after, here, target), hidden)
-            hidden = own_lm.hidden(self.decoder, entered, here, mask, cache)
+            embeds = self.embed(after, here, target)
+            hidden, *earlier = self.stretch(self.unrolled, embeds, hidden, here, mask, *earlier)
             flat = marked(own)
             depths.append(Depth(flat, hidden.flatten(0, 1)[flat], target.logits, ahead=1 + step))
         return depths
+
+    def unrolled(self, embeds: Tensor, hidden: Tensor, positions: Tensor, mask: Any, *earlier: Tensor) -> tuple[Tensor, ...]:
+        """One step of all rows [batch, rows, hidden] behind the keys and values of the ``earlier`` ones: its normed output,
+        and the keys and values with its own."""
+        cache = DynamicCache()
+        if earlier:
+            cache.update(*earlier, 0)
+        hidden = own_lm.hidden(self.decoder, self.enter(embeds, hidden), positions, mask, cache)
+        return hidden, cache.layers[0].keys, cache.layers[0].values
 
     # -- drafting ----------------------------------------------------------------------------------------------
 

@@ -272,6 +272,17 @@ def hidden(lm: Any, entered: Tensor, positions: Tensor | None, mask: Any = None,
     return decoder(**given, position_ids=positions, attention_mask=mask, cache=cache, use_cache=cache is not None)[0]
 
 
+def recompute(lm: Any) -> None:
+    """From now on the LM's layers are computed again for the backward pass; UserError for an LM that cannot."""
+    own = bare(lm)
+    if not own.supports_gradient_checkpointing:
+        raise UserError(
+            f"transformers has no gradient checkpointing for a {own.config.model_type} model: set "
+            "train.gradient_checkpointing to false."
+        )
+    own.activation_checkpointing_enable({"use_reentrant": False})
+
+
 def logits(lm: Any, states: Tensor) -> Tensor:
     """Logits [..., vocab] of last hidden states [..., width], by the LM's own code."""
     own = bare(lm)

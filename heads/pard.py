@@ -139,6 +139,9 @@ class PardHead(DraftHead):
             known = known * (torch.rand(len(ids), 1, 1, device=ids.device) >= self.options.feature_dropout)
         return own_lm.bare(self.lm).get_input_embeddings()(ids) + known
 
+    def recompute(self) -> None:
+        own_lm.recompute(self.lm)
+
     def merged(self) -> DraftHead:
         return own_lm.merged(self)
 

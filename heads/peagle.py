@@ -45,6 +45,31 @@ class PEagleState:
     said: Guess | None = None
 
 
+class Chains(Unrolled):
+    """Training-time test's attention over fewer rows from depth to depth, each of which was there at the depth before."""
+
+    def __init__(self, layers: int, seen: Tensor) -> None:
+        super().__init__(layers, seen)
+        self.whole = seen
+        self.place = torch.arange(seen.shape[-1], device=seen.device).expand(len(seen), -1)  # of a row at the last depth
+
+    def follow(self, own: Tensor) -> tuple[Tensor, Tensor]:
+        """Go on with the rows of the map ``own`` [batch, time], a depth deeper.
+
+        Returns which they are, [batch, the most of any line], lines with fewer filled up, and which of those count.
+        """
+        most = max(1, int(own.sum(1).max()))
+        where = own.int().argsort(dim=1, descending=True, stable=True)[:, :most]
+        before = self.place.gather(1, where)
+        for chain in (*self.keys, *self.values):
+            for i in range(1, len(chain)):
+                chain[i] = chain[i].gather(2, before[:, None, :, None].expand(-1, chain[i].shape[1], -1, chain[i].shape[3]))
+        self.seen = self.whole.gather(2, where[:, None, :, None].expand(-1, -1, -1, self.whole.shape[3]))
+        slots = torch.arange(where.shape[1], device=where.device).expand_as(where)
+        self.place = torch.zeros_like(self.place).scatter(1, where, slots)
+        return where, own.gather(1, where)
+
+
 class PEagleHead(Backbone):
     """EAGLE-3's modules, a feature that stands for the unknown ones, and an embedding that stands for the unknown tokens'."""
 
@@ -98,16 +123,24 @@ class PEagleHead(Backbone):
         positions = counted(ids, positions)
         chains = Chains(1 + len(self.further), causal(positions))
         after = F.pad(ids[:, 1:], (0, 1))  # x_{t+1} at index t
-        read = self.read(self.embedded(after, target), self.fuse(features.taps), positions, chains)
+        known = self.embedded(after, target), self.fuse(features.taps)
+        read, chains = self.stretch(self.unrolled, *known, positions, chains)
         depths = []
         for depth, own in enumerate(rows):
             if depth > 0:
                 where, own_rows = chains.follow(own)
-                read = self.read(*self.masks(*where.shape), positions.gather(1, where) + depth, chains)[own_rows]
+                place = positions.gather(1, where) + depth
+                read, chains = self.stretch(self.unrolled, *self.masks(*where.shape), place, chains)
+                read = read[own_rows]
             else:
                 read = read[own]
             depths.append(Depth(marked(own), read, self.lm_head, ahead=1 + depth))
         return depths
+
+    def unrolled(self, embeds: Tensor, hidden: Tensor, positions: Tensor, earlier: Chains) -> tuple[Tensor, Chains]:
+        """``read`` of a depth's rows, and the attention that remembers them."""
+        attention = earlier.fork()
+        return self.read(embeds, hidden, positions, attention), attention
 
     def read(
         self, embeds: Tensor, hidden: Tensor, positions: Tensor, attention: Attention, asked: Sequence[int] | None = None
@@ -150,28 +183,3 @@ class PEagleHead(Backbone):
     def deepen(self, state: PEagleState, nodes: list[int], tokens: Tensor, shape: Shape, target: Target) -> Guess:
         assert state.said is not None, "begin comes first"
         return state.said.repeated(shape.depths[nodes[0]], nodes)
-
-
-class Chains(Unrolled):
-    """Training-time test's attention over fewer rows from depth to depth, each of which was there at the depth before."""
-
-    def __init__(self, layers: int, seen: Tensor) -> None:
-        super().__init__(layers, seen)
-        self.whole = seen
-        self.place = torch.arange(seen.shape[-1], device=seen.device).expand(len(seen), -1)  # of a row at the last depth
-
-    def follow(self, own: Tensor) -> tuple[Tensor, Tensor]:
-        """Go on with the rows of the map ``own`` [batch, time], a depth deeper.
-
-        Returns which they are, [batch, the most of any line], lines with fewer filled up, and which of those count.
-        """
-        most = max(1, int(own.sum(1).max()))
-        where = own.int().argsort(dim=1, descending=True, stable=True)[:, :most]
-        before = self.place.gather(1, where)
-        for chain in (*self.keys, *self.values):
-            for i in range(1, len(chain)):
-                chain[i] = chain[i].gather(2, before[:, None, :, None].expand(-1, chain[i].shape[1], -1, chain[i].shape[3]))
-        self.seen = self.whole.gather(2, where[:, None, :, None].expand(-1, -1, -1, self.whole.shape[3]))
-        slots = torch.arange(where.shape[1], device=where.device).expand_as(where)
-        self.place = torch.zeros_like(self.place).scatter(1, where, slots)
-        return where, own.gather(1, where)

@@ -8,9 +8,10 @@ states of its own draft.
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -54,6 +55,12 @@ class Unrolled:
         self.seen = seen
         self.keys: list[list[Tensor]] = [[] for _ in range(layers)]
         self.values: list[list[Tensor]] = [[] for _ in range(layers)]
+
+    def fork(self) -> Self:
+        """One that remembers the same steps, and goes on by itself."""
+        found = copy(self)
+        found.keys, found.values = [[*own] for own in self.keys], [[*own] for own in self.values]
+        return found
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.keys[layer].append(k)
@@ -187,15 +194,21 @@ class RecurrentHead(DraftHead):
         depths = []
         for step, own in enumerate(rows):
             after = F.pad(after[:, 1:], (0, 1))  # x_{t+1+step} at index t
-            entered, residual = self.enter(target.embed(after).to(hidden.dtype), hidden)
-            out = through(self.stack, entered, residual, self.rotary(entered, positions + step), attention)
-            hidden, read = self.leave(out)
+            embeds = target.embed(after).to(hidden.dtype)
+            hidden, read, attention = self.stretch(self.unrolled, embeds, hidden, positions + step, attention)
             hidden = self.fed_back(hidden)
             flat = marked(own)
             states = read.flatten(0, 1)[flat]
             extra = self.extra(states, last[flat + 1 + step].detach())
             depths.append(Depth(flat, states, readout, ahead=1 + step, extra=extra))
         return depths
+
+    def unrolled(self, embeds: Tensor, hidden: Tensor, positions: Tensor, earlier: Unrolled) -> tuple[Tensor, Tensor, Unrolled]:
+        """One step of all rows [batch, rows, hidden]: what ``leave`` makes of it, and the attention that remembers it."""
+        attention = earlier.fork()
+        entered, residual = self.enter(embeds, hidden)
+        out = through(self.stack, entered, residual, self.rotary(entered, positions), attention)
+        return *self.leave(out), attention
 
     # -- drafting ----------------------------------------------------------------------------------------------
 

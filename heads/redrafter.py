@@ -95,9 +95,10 @@ class RedrafterHead(DraftHead):
         state = torch.zeros(len(flat), target.hidden_size, dtype=next(self.parameters()).dtype, device=ids.device)
         for step, own in enumerate(rows):
             after = F.pad(after[:, 1:], (0, 1))  # x_{t+1+step} at index t
-            state = self.advance(target.embed(after.flatten()[flat]), state)
+            state = self.stretch(self.advance, target.embed(after.flatten()[flat]), state)
             taught = own.flatten()[flat]
-            depths.append(Depth(flat[taught], self.exit(context[taught], state[taught]), self.lm_head[-1], ahead=1 + step))
+            states = self.stretch(self.exit, context[taught], state[taught])
+            depths.append(Depth(flat[taught], states, self.lm_head[-1], ahead=1 + step))
         return depths
 
     # -- drafting ----------------------------------------------------------------------------------------------

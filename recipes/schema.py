@@ -151,6 +151,9 @@ class TrainSection(Section):
     rollout: int = Field(default=8, ge=1, description="tokens of a rollout")
     clip: float = Field(default=1.0, gt=0, description="gradient norm")
     precision: Literal["auto", "bf16", "no"] = Field(default="auto", description="auto: bf16 where the device has it")
+    gradient_checkpointing: bool = Field(
+        default=False, description="compute the head's layers again for the backward pass instead of keeping their activations"
+    )
     seed: int = 0
 
     @field_validator("precision", mode="before")

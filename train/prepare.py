@@ -80,6 +80,8 @@ def prepare(recipe: Recipe, accelerator: Accelerator, out: Path, resume: bool) -
             note(f"{part}: {tally.sentence()}" if tally.read else f"{part}: {len(examples)} rows of {recipe.data.store}")
         share_inside = f"covers {vocabulary.coverage:.2%} of the supervised tokens"
         note(f"draft vocabulary {len(vocabulary.d2t)} of {target.vocab_size}: {share_inside}")
+    if recipe.train.gradient_checkpointing:
+        head.recompute()
     groups = parameter_groups(head, recipe.train.lr)
     optimizer = torch.optim.AdamW(groups, lr=recipe.train.lr, betas=recipe.train.betas, weight_decay=recipe.train.weight_decay)
     wrapped, optimizer = accelerator.prepare(head, optimizer)
