@@ -8,6 +8,7 @@ from pathlib import Path
 
 from draftsmith.recipes.schema import Recipe, load_recipe
 from draftsmith.target import Target
+from draftsmith.train.pace import CLOCKED
 
 WORDS = "the cat sat on an old mat while ten men read their tea leaves and then went home".split()
 CONFIGS = Path(__file__).parents[1] / "recipes" / "accelerate"
@@ -58,6 +59,5 @@ def launch(place: Path, processes: int, out: str, *changes: str) -> str:
 
 def curve(run: Path, part: str = "train") -> list[dict]:
     """The logged numbers of a part, those of the clock left out."""
-    clocked = ("seconds", "part")
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k not in clocked} for row in rows if row["part"] == part]
+    return [{k: v for k, v in row.items() if k not in (*CLOCKED, "part")} for row in rows if row["part"] == part]
