@@ -148,15 +148,18 @@ def test_imports_run_downward_only():
 
 @pytest.mark.parametrize("config", ACCELERATE_CONFIGS, ids=lambda path: path.stem)
 def test_accelerate_config_is_read_as_written(config: Path, monkeypatch: pytest.MonkeyPatch):
-    """The launcher's own reading of the file: no unknown keys, eight processes, bfloat16."""
+    """The launcher's own reading of the file: no unknown keys, the processes and precision that its first lines tell of."""
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
     arguments = launch_command_parser().parse_args(["--config_file", str(config), "-m", "draftsmith.train", "X.yaml"])
     arguments, defaults, _ = _validate_launch_command(arguments)
     assert isinstance(defaults, ClusterConfig)
-    assert (arguments.num_processes, arguments.num_machines, arguments.mixed_precision) == (8, 1, "bf16")
-    assert arguments.use_fsdp is (config.stem == "fsdp") and arguments.multi_gpu is (config.stem == "ddp")
+    expected = {"cpu": (2, 1, "no"), "two-machines": (16, 2, "bf16")}.get(config.stem, (8, 1, "bf16"))
+    assert (arguments.num_processes, arguments.num_machines, arguments.mixed_precision) == expected
+    assert arguments.use_fsdp is (config.stem == "fsdp") and arguments.use_deepspeed is config.stem.startswith("zero")
+    assert arguments.multi_gpu is (config.stem in ("ddp", "cpu", "two-machines"))
+    assert f"--config_file recipes/accelerate/{config.name} " in config.read_text(), "the launch line stands on top"
     assert all(hasattr(arguments, key) for key in defaults.fsdp_config or {})
 
 
@@ -178,5 +181,5 @@ def test_fsdp_config_makes_the_plugin_it_describes(monkeypatch: pytest.MonkeyPat
     assert plugin.cpu_ram_efficient_loading is False and plugin.activation_checkpointing is False
 
 
-def test_both_accelerate_configs_are_there():
-    assert {"ddp", "fsdp"} <= {path.stem for path in ACCELERATE_CONFIGS}
+def test_the_accelerate_configs_are_there():
+    assert {"cpu", "ddp", "fsdp", "two-machines"} <= {path.stem for path in ACCELERATE_CONFIGS}
