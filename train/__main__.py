@@ -18,6 +18,7 @@ from ..recipes.schema import Recipe, load_recipe
 from ..target import Target
 from .dry_run import dry_run
 from .loop import Score, train
+from .summary import told
 
 
 def verifier_score(recipe: Recipe) -> Score | None:
@@ -35,9 +36,9 @@ def verifier_score(recipe: Recipe) -> Score | None:
     return score
 
 
-def run(recipe: Recipe, resume: bool = False, force: bool = False) -> dict[str, Any]:
+def run(recipe: Recipe, resume: bool = False, force: bool = False, profile: int = 0) -> dict[str, Any]:
     """Train as the recipe says; see ``train``. The head that stays is the best by the verifier."""
-    return train(recipe, verifier_score(recipe), resume, force)
+    return train(recipe, verifier_score(recipe), resume, force, profile)
 
 
 def train_command(
@@ -45,13 +46,16 @@ def train_command(
     changes: Annotated[list[str] | None, typer.Option("--set", help="change a key: section.key=value")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on from the newest whole checkpoint")] = False,
     dry: Annotated[bool, typer.Option("--dry-run", help="resolve all but the weights, print it, write nothing")] = False,
+    profile: Annotated[
+        int, typer.Option(min=0, metavar="N", help="trace N steps, after a short warm-up, into the run's profile/")
+    ] = 0,
     force: Force = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Train a draft head from a recipe."""
     loaded = load_recipe(recipe, changes)
-    result = dry_run(loaded) if dry else run(loaded, resume, force)
+    result = dry_run(loaded) if dry else run(loaded, resume, force, profile)
     if not PartialState().is_main_process:
         return
     if as_json:
@@ -59,7 +63,7 @@ def train_command(
     elif dry:
         print(yaml.safe_dump(result, sort_keys=False, allow_unicode=True, width=1000), end="")
     else:
-        print(f"best head (τ {result['best_tau']:.3f}): {result['head']}")
+        print(told(result["summary"]))
 
 
 if __name__ == "__main__":

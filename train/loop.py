@@ -20,20 +20,25 @@ from .log import Log
 from .metrics import DepthSums
 from .pace import brief
 from .prepare import prepare, start
+from .profiling import profiled
 from .provenance import write_run
 from .run import Run
+from .summary import summarize
 
 MISMATCH = 0.8  # the verifier's τ may fall this far below the simulated one on a few prompts by chance
 
 Score = Callable[[Target, DraftHead], float]  # a head's τ by the verifier
 
 
-def train(recipe: Recipe, score: Score | None = None, resume: bool = False, force: bool = False) -> dict[str, Any]:
-    """Run a recipe. Returns the last evaluation's metrics and leaves the best head in ``output``/head.
+def train(
+    recipe: Recipe, score: Score | None = None, resume: bool = False, force: bool = False, profile: int = 0
+) -> dict[str, Any]:
+    """Run a recipe. Returns the last evaluation's metrics and ``summary``, and leaves the best head in ``output``/head.
 
     ``score`` gives a head's τ by the verifier; the best head is the best by it, or by the simulated τ without one. Every
-    process of an ``accelerate launch`` calls this.
+    process of an ``accelerate launch`` calls this. ``profile``: steps to trace into ``output``/profile.
     """
+    began = time.perf_counter()
     accelerator = start(recipe)
     if recipe.train.on_policy and accelerator.distributed_type == DistributedType.FSDP:
         raise UserError("train.on_policy drafts with the whole head, which FSDP shards: launch with DDP, or set it to 0.")
@@ -53,15 +58,18 @@ def train(recipe: Recipe, score: Score | None = None, resume: bool = False, forc
     if done not in log.evaluated and (done == 0 or done % every == 0):
         best = evaluate(run, done, best, score, log)
     row: dict[str, Any] = {}
-    with Progress("training", run.steps, done=done, show=accelerator.is_main_process) as bar:
+    bar = Progress("training", run.steps, done=done, show=accelerator.is_main_process)
+    tracing = profiled(profile if accelerator.is_main_process else 0, done + 1, run.steps, out / "profile")
+    with bar, tracing as traced:
         sums = DepthSums.zeros(recipe.head.depths, accelerator.device)
         for step in range(done + 1, run.steps + 1):
             with run.pace.step():
                 sums.add(run.advance(step, run.global_batch(step - 1)))
+            traced()
             if step % recipe.train.log_every == 0 or step == run.steps:
                 report = sums.reduced(accelerator).report(run.shares)
-                lost = {"damaged_rows": run.train.lost} if run.train.lost else {}
-                row = {"step": step, "lr": run.lr, **report, **lost, **run.pace.row(accelerator, run.steps - step)}
+                pace = run.pace.row(accelerator, run.steps - step, run.train.lost)
+                row = {"step": step, "lr": run.lr, **report, **pace}
                 log.write(row, "train")
                 sums = DepthSums.zeros(recipe.head.depths, accelerator.device)
             bar.advance(1, brief(row))
@@ -72,12 +80,15 @@ def train(recipe: Recipe, score: Score | None = None, resume: bool = False, forc
                 best = evaluate(run, step, best, score, log)
     run.train.flush()
     log.tracker.finish()
-    steps = run.steps
+    steps, data = run.steps, run.data
     accelerator.wait_for_everyone()
     del run  # DDP's reducer holds the process group, and a gloo group that dies after end_training never joins its threads
     accelerator.free_memory()
     accelerator.end_training()
-    return {"steps": steps, "best_tau": best, "head": str(out / "head"), **log.last}
+    result = {"steps": steps, "best_tau": best, "head": str(out / "head"), **log.last}
+    if accelerator.is_main_process:
+        result["summary"] = summarize(recipe, out, data, steps, time.perf_counter() - began)
+    return result
 
 
 def claim(accelerator: Accelerator, out: Path, resume: bool) -> None:

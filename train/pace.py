@@ -50,27 +50,28 @@ class Pace:
         self.supervised += [batch.mask.sum() for batch in batches]
         self.slots += sum(batch.ids.numel() for batch in batches)
 
-    def row(self, accelerator: Accelerator, left: int) -> dict[str, Any]:
+    def row(self, accelerator: Accelerator, left: int, damaged: int = 0) -> dict[str, Any]:
         """What all processes did since the last call, for metrics.jsonl; every one of them calls this.
 
-        ``tokens`` and ``supervised_tokens`` read, ``padding`` (its share of all places), ``skipped_steps`` where there were
-        any, and CLOCKED: ``seconds`` in steps, the two rates, ``seconds_left`` for ``left`` more steps with what lies between
-        them, as steps have taken so far, and ``peak_memory`` (see there), of the process that holds most.
+        ``tokens`` and ``supervised_tokens`` read, ``padding`` (its share of all places), ``skipped_steps`` and
+        ``damaged_rows`` where there were any, and CLOCKED: ``seconds`` in steps, the two rates, ``seconds_left`` for ``left``
+        more steps with what lies between them, as steps have taken so far, and ``peak_memory`` (see there), of the process
+        that holds most. ``damaged``: the rows that this process has found damaged since it began.
         """
         supervised = sum(int(each) for each in self.supervised)
-        own = [self.tokens, supervised, self.slots, peak_memory()]
+        own = [self.tokens, supervised, self.slots, damaged, peak_memory()]
         every = accelerator.gather(torch.tensor([own], dtype=torch.float64, device=accelerator.device))
-        tokens, supervised, slots = (int(each) for each in torch.as_tensor(every)[:, :3].sum(0))
+        tokens, supervised, slots, damaged = (int(each) for each in torch.as_tensor(every)[:, :4].sum(0))
         found: dict[str, Any] = {"tokens": tokens, "supervised_tokens": supervised, "padding": 1 - tokens / max(slots, 1)}
-        if self.skipped:
-            found["skipped_steps"] = self.skipped
+        skipped = {"skipped_steps": self.skipped, "damaged_rows": damaged}
+        found |= {name: count for name, count in skipped.items() if count}
         passed = time.perf_counter() - (self.began or time.perf_counter())
         found |= {
             "seconds": self.seconds,
             "tokens_per_s": tokens / max(self.seconds, 1e-9),
             "supervised_tokens_per_s": supervised / max(self.seconds, 1e-9),
             "seconds_left": passed / max(self.steps, 1) * left,
-            "peak_memory": int(torch.as_tensor(every)[:, 3].max()),
+            "peak_memory": int(torch.as_tensor(every)[:, 4].max()),
         }
         self.clear()
         return found
