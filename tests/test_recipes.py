@@ -1,6 +1,10 @@
 """Recipes: the shipped ones hold together, changes apply, mistakes name the nearest right key, a dry run loads no weights."""
 
+import re
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -8,11 +12,13 @@ from transformers import LlamaConfig
 
 from draftsmith.errors import UserError
 from draftsmith.eval.tree import parse
+from draftsmith.heads.kinds import KINDS
 from draftsmith.recipes import shelf
 from draftsmith.recipes.schema import Recipe, load_recipe, shipped
 from draftsmith.train.dry_run import dry_run
 
 MINIMAL = {"target": {"name": "t"}, "data": {"train": "a", "held_out": "b"}, "head": {"kind": "eagle3"}, "output": "out"}
+SIZES = {"small": (0, 1e9), "8B": (6e9, 1e10)}  # by the target's parameters
 
 
 @pytest.fixture
@@ -40,20 +46,65 @@ def test_shipped_recipe_loads(name: str):
     assert load_recipe(shipped()[name]) == recipe
 
 
+@pytest.fixture(scope="module")
+def resolved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """The dry run of a shipped recipe as on a machine without network, cache and data of the recipe's own."""
+
+    @cache
+    def dry(name: str) -> dict[str, Any]:
+        with pytest.MonkeyPatch.context() as machine:
+            machine.setenv("HF_HUB_OFFLINE", "1")
+            machine.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "nothing"))
+            return dry_run(load_recipe(name))
+
+    return dry
+
+
+def size_of(found: dict[str, Any]) -> str:
+    return next(size for size, limits in SIZES.items() if limits[0] < found["target"]["parameters"] < limits[1])
+
+
 @pytest.mark.parametrize("name", shipped())
 def test_shipped_recipe_opens_with_its_command(name: str):
     command, *what = shelf.about(shipped()[name])
-    assert f"-m draftsmith.train recipes/{name}.yaml" in command and what
+    assert re.fullmatch(rf".*accelerate launch (.+ )?-m draftsmith\.train recipes/{name}\.yaml\)?", command) and what
+    for config in re.findall(r"recipes/(accelerate/\S+)", command):
+        assert (shipped()[name].parent / config).is_file()
 
 
-@pytest.mark.parametrize("name", [name for name in shipped() if "8b" in name])
-def test_8b_recipe_resolves_without_weights(name: str, llama_8b: Path):
-    found = dry_run(load_recipe(name, [f"target.name={llama_8b}"]))
-    assert found["target"]["parameters"] == 8_030_261_248
-    stated = float(shelf.about(shipped()[name])[1].split("(")[1].split(" billion")[0])
-    assert round(found["head"]["parameters"] / 1e9, 2) == stated
-    assert found["head"]["draft_vocab_size"] == 32000
-    assert any("tokenizer" in part for part in found["unresolved"])
+@pytest.mark.parametrize("name", shipped())
+def test_shipped_recipe_names_the_source_of_its_learning_rate(name: str):
+    """Also of batch, length and epochs where the target is no toy: published, or said not to be."""
+    stated = re.findall(r"^  (lr|batch_size|max_length|epochs|max_steps): (.*)$", shipped()[name].read_text(), re.MULTILINE)
+    small = "SmolLM2" in load_recipe(name).target.name
+    unsaid = [key for key, rest in stated if "published" not in rest and (key == "lr" or not small)]
+    assert "lr" in dict(stated) and not unsaid
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_shipped_recipe_resolves_without_network(name: str, resolved: Callable[[str], dict[str, Any]]):
+    found = resolved(name)
+    about = " ".join(shelf.about(shipped()[name]))
+    stated = re.search(r"\(([\d.]+) billion parameters\)", about)
+    assert (stated is None) == (size_of(found) == "small")
+    assert stated is None or float(stated[1]) == round(found["head"]["parameters"] / 1e9, 2)
+    assert found["target"]["parameters"] > 0 < found["memory"]["all"]["GB"]
+    assert any("could not be read" in each and "recipes/targets/" in each for each in found["unresolved"])
+    assert (found["steps"]["number"] is None) == (size_of(found) != "small" and "max_steps" not in found["steps"]["from"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_has_a_recipe_of_every_size(kind: str, resolved: Callable[[str], dict[str, Any]]):
+    own = [name for name in shipped() if load_recipe(name).head.kind == kind]
+    assert {size_of(resolved(name)) for name in own} == set(SIZES)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_recipes_of_a_size_agree_on_what_a_size_decides(size: str, resolved: Callable[[str], dict[str, Any]]):
+    """Target, precision and what is logged and decoded are one choice for all; a module's target is its own."""
+    found = [load_recipe(name) for name in shipped() if size_of(resolved(name)) == size]
+    assert len({(each.target.name, each.target.device) for each in found if each.head.kind != "mtp"}) == 1
+    assert len({(each.train.precision, each.train.log_every) for each in found}) == 1
 
 
 def test_the_8b_eagle3_recipe_reads_the_taps_that_engines_assume(llama_8b: Path):
@@ -162,4 +213,4 @@ def test_every_recipe_is_copied_with_what_it_names(tmp_path: Path):
         written = shelf.copy(name, tmp_path / name, force=False)
         assert load_recipe(written[0]).model_dump() == load_recipe(name).model_dump()
         text = written[0].read_text()
-        assert ("accelerate/ddp.yaml" in text) == (tmp_path / name / "accelerate" / "ddp.yaml").exists()
+        assert ("accelerate/" in text) == (tmp_path / name / "accelerate" / "ddp.yaml").exists()
