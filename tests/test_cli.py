@@ -74,6 +74,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, tiny_target: Target, tiny_to
     trained = draftsmith("train", place / "recipe.yaml", "--json")
     assert trained.code == 0, trained.err
     assert trained.document["steps"] == 3 and trained.document["head"] == str(place / "run" / "head")
+    assert trained.document["summary"] == json.loads((place / "run" / "summary.json").read_text())
     return place
 
 
