@@ -12,6 +12,7 @@ import typer
 from .console import AsJson, Debug, Dtype, Force, Out, Progress, Seed, command_line, show
 from .data import audit, audit_page, audit_text, extract, regenerate, synthesize, upkeep
 from .data.conversations import Reading, read_conversations
+from .data.engine import Engine, EngineStates, layers_for
 from .data.examples import prepare, sha256
 from .data.facts import TargetFacts
 from .data.features import lengths_of
@@ -22,6 +23,7 @@ from .data.rewriting import Settings
 from .data.shown import FirstDrops
 from .data.store import SUFFIX
 from .data.tally import Tally
+from .ends import Ends
 from .errors import UserError
 from .heads.base import DraftHead
 from .heads.kinds import KINDS
@@ -30,6 +32,8 @@ from .sampling import Sampling
 from .target import Target
 
 data_app = command_line(no_args_is_help=True, help="Look at training data, and make it.")
+
+AHEAD = 4  # conversations asked for early, for every request under way
 
 TargetName = Annotated[str, typer.Option("--target", help="a model directory, a hub id or a .gguf file")]
 
@@ -250,6 +254,15 @@ def extract_states(
     head: Annotated[str, typer.Option(help="the head kind to train from the store: " + ", ".join(KINDS))] = "eagle3",
     dtype: Annotated[str, typer.Option(help="of the stored states: " + ", ".join(DTYPES))] = "bfloat16",
     max_length: Annotated[int, typer.Option(min=3, help="tokens; longer conversations are cut on the right")] = 2048,
+    engine: Annotated[
+        str | None, typer.Option(help="let a vLLM server run the target that extracts hidden states: http://host:8000/v1")
+    ] = None,
+    engine_model: Annotated[str | None, typer.Option(help="its name there; default: the first one served")] = None,
+    engine_layers: Annotated[
+        str | None, typer.Option(help="the layers that it extracts; default: the taps and the target's depth")
+    ] = None,
+    engine_folder: Annotated[Path | None, typer.Option(help="where its files are seen here; default: as it names them")] = None,
+    in_flight: Annotated[int, typer.Option(min=1, help="requests to --engine under way at once")] = 8,
     num_shards: Annotated[int, typer.Option(min=1, help="machines that share the rows, each with an output of its own")] = 1,
     shard: Annotated[int, typer.Option(min=0, help="which of them this one is, from 0")] = 0,
     batch_tokens: Annotated[int, typer.Option(min=1, help="tokens of one target pass, padding included")] = 8192,
@@ -272,7 +285,7 @@ def extract_states(
         raise UserError(f"--shard {shard} is none of {num_shards}: give 0 to {num_shards - 1}, or raise --num-shards.")
     kind = kind_of(head)
     refuse_existing(out, force)
-    part, loaded = Part(index=shard, of=num_shards), Target.load(target, target_dtype, device)
+    part, loaded = Part(index=shard, of=num_shards), (Ends if engine else Target).load(target, target_dtype, device)
     chosen = tap_list(taps) if taps is not None else kind.default_taps(loaded)
     reading = reading_of(shape, columns, salvage, split)
     with counted(rejects, strict) as tally:
@@ -281,10 +294,26 @@ def extract_states(
         )
     files = [{"path": str(path), "sha256": sha256(path)} for source in sources for path in local_files(source)] or sources
     about = {"files": files, "max_length": max_length, "data": tally.as_json()}
-    tokens = int(lengths_of(examples)[part.rows(len(examples))].sum())
+    lengths = lengths_of(examples)[part.rows(len(examples))]
+    given, tokens = None, int(lengths.sum())
+    if engine:
+        layers = tap_list(engine_layers) if engine_layers else layers_for(chosen, loaded.depth)
+        server = Engine(engine, layers, engine_model, engine_folder, in_flight)
+        about["engine"] = server.connect(loaded, int(lengths.max(initial=0)))
+        given = EngineStates(server, loaded, chosen, AHEAD * in_flight, strict=True)
     with Progress("extracting tokens", tokens) as bar:
         report = extract.extract(
-            loaded, examples, chosen, out, dtype, part, batch_tokens, about=about, force=force, progress=bar.advance
+            loaded,
+            examples,
+            chosen,
+            out,
+            dtype,
+            part,
+            batch_tokens,
+            about=about,
+            force=force,
+            progress=bar.advance,
+            given=given,
         )
     size = f"{report['bytes'] / report['tokens']:.0f} bytes a token, {report['tokens_per_s']:.0f} tokens/s"
     text = f"{tally.sentence()}\n{report['rows']} rows, {report['tokens']} tokens, {size}: {out}"

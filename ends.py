@@ -100,7 +100,7 @@ class Ends(Target):
         if odd:
             raise UserError(f"{self.directory} keeps {odd[0]!r} together with others: start the head without target weights.")
         fresh = self.read(apart)
-        return {name: fresh.get(join(at, name), here[join(at, name)]) for name in chosen}
+        return {name: fresh[join(at, name)] if join(at, name) in fresh else here[join(at, name)] for name in chosen}
 
     def _find_final_norm(self) -> nn.Module | None:
         """As the whole target's, in a forward of zeros in which every layer passes on what it reads."""
@@ -130,6 +130,10 @@ class Ends(Target):
                 own._parameters[name] = shape
             for layer in self.layers:
                 del layer.forward
+
+    def keeps_packed_apart(self) -> bool:
+        """True: where the layers run, each sequence runs alone."""
+        return True
 
     @contextmanager
     def _watch(self, taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:

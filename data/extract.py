@@ -9,11 +9,11 @@ import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -36,6 +36,18 @@ UNITS = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}
 Progress = Callable[[int], Any]
 
 
+class Given(Protocol):
+    """What knows the states of rows without this process running the target; ``ahead``: how many it may be told of early."""
+
+    ahead: int
+
+    def expect(self, rows: Iterable[tuple[int, Encoded]]) -> None: ...
+
+    def states(self, examples: dict[int, Encoded]) -> dict[int, Features]:
+        """Every row's taps [time, n_taps * hidden] and last [time, hidden]. Raises UserError."""
+        ...
+
+
 def extract(
     target: Target,
     examples: Sequence[Encoded],
@@ -48,9 +60,11 @@ def extract(
     about: dict[str, Any] | None = None,
     force: bool = False,
     progress: Progress | None = None,
+    given: Given | None = None,
 ) -> dict[str, Any]:
     """Write the store ``out`` with the states of every example, or go on with one that was interrupted.
 
+    ``given``: where the states come from, if this process is not to run the target: an engine, or files of them.
     ``batch_tokens``: tokens of one target pass, padding included. ``about`` goes into the manifest. ``progress`` is called
     with the number of tokens done. ``force`` replaces ``out`` and discards an interrupted extraction of other states.
     Returns counts, bytes and speed. Raises UserError where the disk is too small, before anything is written, and for a row
@@ -76,7 +90,7 @@ def extract(
         if progress:
             progress(tokens)
         jobs = {partial / shard_name("shard", number): planned[number] for number in missing}
-        fresh = fill(target, examples, lengths, manifest, jobs, batch_tokens, progress)
+        fresh = fill(target, examples, lengths, manifest, jobs, batch_tokens, progress, given)
         entries = [Shard(partial / shard_name("shard", number), identity.digest).entry for number in range(len(planned))]
         manifest.model_copy(update={"shards": entries}).write(partial)
         put_in_place(partial, out)
@@ -229,6 +243,7 @@ def fill(
     jobs: dict[Path, np.ndarray],
     batch_tokens: int,
     progress: Progress | None,
+    given: Given | None = None,
 ) -> int:
     """Write every shard of ``jobs``, a path and its rows; returns the tokens computed.
 
@@ -236,13 +251,21 @@ def fill(
     """
     side = torch.cuda.Stream(target.device) if target.device.type == "cuda" else None
     waiting: deque[Future] = deque()
-    done = 0
+    done, fetched = 0, 0
+    order = np.concatenate([np.zeros(0, np.int64), *jobs.values()])
     with ThreadPoolExecutor(1) as writer:
         for path, rows in jobs.items():
             shard: list[KeptRow] = []
             for batch in batches(rows, lengths, batch_tokens):
                 encoded = {row: examples[row] for row in batch}
-                states = target.features(collate(encoded, batch, PAD, None).ids, manifest.identity.taps)
+                if given:
+                    given.expect((int(row), examples[int(row)]) for row in order[fetched : fetched + given.ahead])
+                    states = given.states(encoded)
+                    fetched += len(batch)
+                else:
+                    padded = target.features(collate(encoded, batch, PAD, None).ids, manifest.identity.taps)
+                    lines = enumerate(encoded.items())
+                    states = {row: padded.rows((i, slice(len(example.ids)))) for i, (row, example) in lines}
                 ready = torch.cuda.current_stream(target.device).record_event() if side else None
                 waiting.append(writer.submit(keep, shard, encoded, states, manifest.identity, side, ready))
                 done += sum(int(lengths[row]) for row in batch)
@@ -259,7 +282,7 @@ def fill(
 def keep(
     shard: list[KeptRow],
     encoded: dict[int, Encoded],
-    states: Features,
+    states: dict[int, Features],
     identity: Identity,
     side: torch.cuda.Stream | None,
     ready: Any,
@@ -268,8 +291,8 @@ def keep(
     with torch.cuda.stream(side):  # None changes nothing
         if side and ready:
             side.wait_event(ready)
-        for i, (row, example) in enumerate(encoded.items()):
-            shard.append(KeptRow.of(row, example, states.rows((i, slice(len(example.ids)))), identity))
+        for row, example in encoded.items():
+            shard.append(KeptRow.of(row, example, states[row], identity))
 
 
 def finish(path: Path, identity: Identity, shard: list[KeptRow], rows: int) -> None:

@@ -1,8 +1,9 @@
 """Where a head's inputs come from: the frozen target, run as they are asked for, and what was kept of earlier runs."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +16,7 @@ from ..errors import UserError
 from ..target import Features, Target
 from .batches import Batch, collate
 from .chat import Encoded
+from .engine import EngineStates
 from .examples import Examples
 from .manifest import Identity
 from .precision import widen
@@ -54,6 +56,10 @@ class Source(Protocol):
         """Ids, mask, positions and hidden states of ``rows``; there may be none."""
         ...
 
+    def expect(self, rows: Iterable[int]) -> None:
+        """Rows that will be asked for next, in this order: a hint."""
+        ...
+
     def flush(self) -> None:
         """Have on the disk what is to be found there by a run that resumes."""
         ...
@@ -61,6 +67,8 @@ class Source(Protocol):
 
 class Shelf(Protocol):
     """Where states are kept between epochs, row by row, without padding: in memory or on disk."""
+
+    def __contains__(self, row: int) -> bool: ...
 
     def get(self, row: int) -> Features | None: ...
 
@@ -78,6 +86,9 @@ class Memory:
 
     def __init__(self) -> None:
         self.rows: dict[int, Features] = {}
+
+    def __contains__(self, row: int) -> bool:
+        return row in self.rows
 
     def get(self, row: int) -> Features | None:
         return self.rows.get(row)
@@ -105,6 +116,9 @@ class Disk:
         self.left = budget - sum(file.stat().st_size for file in directory.glob(f"{name}-*"))
         self.waiting: set[int] = set()
         self.looked = time.monotonic()
+
+    def __contains__(self, row: int) -> bool:
+        return row in self.waiting or row in self.store
 
     def get(self, row: int) -> Features | None:
         if row in self.waiting:
@@ -138,7 +152,8 @@ class Disk:
 
 
 class OnlineFeatures:
-    """Hidden states from the target, and from the ``shelf`` where one is given and holds them already.
+    """Hidden states from the target, and from the ``shelf`` where one is given and holds them already. With an ``engine`` it
+    is asked for them in the target's stead; rows that it cannot give take part without supervision.
 
     ``width``: pack examples into lines of that many tokens; None: one a line. Raises UserError for taps outside the target,
     for examples longer than its positions, and for packing on a target that would let packed examples see each other.
@@ -151,12 +166,13 @@ class OnlineFeatures:
         taps: Sequence[int],
         shelf: Shelf | None = None,
         width: int | None = None,
+        engine: EngineStates | None = None,
     ) -> None:
         target.check_taps(taps)
         self.lengths = lengths_of(examples)
         check_lengths(self.lengths, target)
         check_packing(target, width)
-        self.target, self.examples = target, examples
+        self.target, self.examples, self.engine = target, examples, engine
         self.taps, self.shelf, self.width = tuple(taps), shelf, width
 
     def batch(self, rows: list[int]) -> FeatureBatch:
@@ -164,11 +180,18 @@ class OnlineFeatures:
         kept = {row: self.shelf.get(row) for row in examples} if self.shelf else {}
         known = {row: features for row, features in kept.items() if features is not None}
         known |= self._compute({row: example for row, example in examples.items() if row not in known})
+        examples = {row: example if row in known else BLANK for row, example in examples.items()}
         return side_by_side(collate(examples, rows, PAD, self.width), known, self.target, len(self.taps))
 
     @property
     def lost(self) -> int:
-        return 0
+        return len(self.engine.lost) if self.engine else 0
+
+    def expect(self, rows: Iterable[int]) -> None:
+        if self.engine:
+            self.engine.expect(
+                (row, self.examples[row]) for row in islice(rows, self.engine.ahead) if not self.shelf or row not in self.shelf
+            )
 
     def flush(self) -> None:
         if self.shelf:
@@ -178,9 +201,12 @@ class OnlineFeatures:
         """Each row's own states [time, ...], without padding."""
         if not examples:
             return {}
-        batch = collate(examples, list(examples), PAD, self.width)
-        states = self.target.features(batch.ids, self.taps, batch.positions if self.width else None)
-        fresh = {row: states.rows((place.line, place.tokens)) for row, place in batch.places.items()}
+        if self.engine:
+            fresh = self.engine.states(examples)
+        else:
+            batch = collate(examples, list(examples), PAD, self.width)
+            states = self.target.features(batch.ids, self.taps, batch.positions if self.width else None)
+            fresh = {row: states.rows((place.line, place.tokens)) for row, place in batch.places.items()}
         return {row: self.shelf.put(row, examples[row], own) for row, own in fresh.items()} if self.shelf else fresh
 
 
@@ -207,6 +233,9 @@ class StoredFeatures:
     @property
     def lost(self) -> int:
         return len(self.damaged)
+
+    def expect(self, rows: Iterable[int]) -> None:
+        pass
 
     def flush(self) -> None:
         pass

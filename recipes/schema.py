@@ -22,6 +22,20 @@ class TargetSection(Section):
     device: str | None = Field(default=None, description="null: each process's own device; auto: spread over all devices")
 
 
+class EngineSection(Section):
+    """docs/engine.md has the server's command line."""
+
+    url: str = Field(description="a vLLM server that extracts hidden states: http://host:8000/v1")
+    model: str | None = Field(default=None, description="its name there; null: the first one served")
+    layers: list[int] | None = Field(
+        default=None, description="those it extracts; null: the head's taps and the target's depth"
+    )
+    folder: str | None = Field(default=None, description="where its files are seen here; null: under the path it names itself")
+    in_flight: int = Field(default=8, ge=1, description="requests under way at once")
+    ahead: int = Field(default=64, ge=0, description="conversations asked for before their step: as many may wait in memory")
+    timeout: float = Field(default=600.0, gt=0, description="seconds for one try of a request")
+
+
 class DataSection(Section):
     train: str | list[str] = Field(description="conversations; relative to the recipe's folder or the working directory")
     held_out: str | list[str]
@@ -35,13 +49,15 @@ class DataSection(Section):
     workers: int = Field(default=1, ge=1, description="processes that tokenize")
     pack: bool = Field(default=False, description="lay several conversations into one line of max_length tokens")
     features: Literal["online", "memory", "store", "write-through"] = Field(
-        default="online", description="where hidden states come from; all but store run the target"
+        default="online", description="where hidden states are kept; all but store compute them"
     )
     store: str | None = Field(default=None, description="the feature store's directory, for store and write-through")
     store_dtype: Literal["float32", "bfloat16", "float16", "int8"] = Field(
         default="bfloat16", description="of a write-through store"
     )
     store_budget: float | None = Field(default=None, gt=0, description="GB that a write-through store may take; null: no limit")
+
+    engine: EngineSection | None = Field(default=None, description="a server that runs the target's layers; null: this process")
 
     @model_validator(mode="after")
     def names_its_store(self) -> Self:
@@ -190,6 +206,17 @@ class Recipe(Section):
         asked = ON_LABELS & {*self.objective.losses, self.objective.weights}
         if self.train.on_policy and asked:
             raise ValueError(f"train.on_policy needs an objective that learns from the target's distribution, not {min(asked)}")
+        return self
+
+    @model_validator(mode="after")
+    def can_do_without_layers(self) -> Self:
+        if self.data.engine and self.eval.prompts:
+            raise ValueError(
+                "eval.prompts decodes with the whole target, whose layers data.engine leaves to the engine: set eval.prompts "
+                "to 0, and the best head is the best by the simulated τ"
+            )
+        if self.data.engine and self.train.on_policy:
+            raise ValueError("train.on_policy runs the target, whose layers data.engine leaves to the engine: set it to 0")
         return self
 
     def sources(self, part: str) -> list[str]:

@@ -1,9 +1,11 @@
 """Every family of targets, tiny and random."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
+from conftest import build_tokenizer
 from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
@@ -69,3 +71,10 @@ def build(config: Any) -> Target:
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     return Target(model, None, "tiny")
+
+
+def saved(target: Target, directory: Path, shard: str = "1GB") -> Path:
+    """The target as a checkpoint with the tiny tokenizer, in files of at most ``shard``."""
+    target.model.save_pretrained(directory, max_shard_size=shard)
+    build_tokenizer().save_pretrained(directory)
+    return directory

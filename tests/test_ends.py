@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import build_tokenizer
-from families import DEPTH, FAMILIES, HIDDEN, VOCAB, build
+from families import FAMILIES, GQA, HIDDEN, VOCAB, build, saved
 from safetensors.torch import load_file, save_file
 from transformers import BloomConfig, CohereConfig, DeepseekV3Config, Gemma3TextConfig, Qwen3MoeConfig
 
@@ -19,11 +18,7 @@ from draftsmith.target import Target
 from draftsmith.weights import INDEX, WHOLE
 
 MORE: dict[str, Any] = {
-    "qwen3-moe": Qwen3MoeConfig(
-        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=DEPTH,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2,
-        max_position_embeddings=64,
-    ),
+    "qwen3-moe": Qwen3MoeConfig(**GQA, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2),
     "gemma3-capped": Gemma3TextConfig(
         vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, final_logit_softcapping=3.0, max_position_embeddings=64,
@@ -40,13 +35,6 @@ MORE: dict[str, Any] = {
     ),
     "bloom": BloomConfig(vocab_size=VOCAB, hidden_size=HIDDEN, n_layer=3, n_head=4),
 }  # fmt: skip
-
-
-def saved(target: Target, directory: Path, shard: str = "1GB") -> Path:
-    target.model.save_pretrained(directory, max_shard_size=shard)
-    tokenizer = build_tokenizer()
-    tokenizer.save_pretrained(directory)
-    return directory
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE])

@@ -15,13 +15,15 @@ from torch.optim.lr_scheduler import LambdaLR
 from ..console import note
 from ..data.chat import Encoded
 from ..data.conversations import Reading
+from ..data.engine import Engine, EngineStates, layers_for
 from ..data.examples import Examples
 from ..data.examples import prepare as prepare_examples
-from ..data.features import Disk, Memory, OnlineFeatures, Shelf, Source, StoredFeatures
+from ..data.features import Disk, Memory, OnlineFeatures, Shelf, Source, StoredFeatures, lengths_of
 from ..data.manifest import Identity
 from ..data.store import Store
 from ..data.tally import Tally
 from ..data.vocab import choose, count_tokens, holding, special_ids
+from ..ends import Ends
 from ..errors import UserError
 from ..heads.base import DraftHead, HeadConfig, check_target
 from ..heads.kinds import KINDS, load_head
@@ -49,7 +51,8 @@ def start(recipe: Recipe) -> Accelerator:
 
 def prepare(recipe: Recipe, accelerator: Accelerator, out: Path, resume: bool) -> Run:
     """Load the target and the data, make the head, the optimizer and the schedule."""
-    target = Target.load(recipe.target.name, recipe.target.dtype, recipe.target.device or accelerator.device)
+    loads = Ends if recipe.data.engine else Target
+    target = loads.load(recipe.target.name, recipe.target.dtype, recipe.target.device or accelerator.device)
     target.tokenizer_or_refuse()
     tallies = {"train": Tally(strict=recipe.data.strict), "held_out": Tally(strict=recipe.data.strict)}
     store = Store(Path(str(recipe.data.store))) if recipe.data.features == "store" else None
@@ -80,6 +83,8 @@ def prepare(recipe: Recipe, accelerator: Accelerator, out: Path, resume: bool) -
             note(f"{part}: {tally.sentence()}" if tally.read else f"{part}: {len(examples)} rows of {recipe.data.store}")
         share_inside = f"covers {vocabulary.coverage:.2%} of the supervised tokens"
         note(f"draft vocabulary {len(vocabulary.d2t)} of {target.vocab_size}: {share_inside}")
+    if recipe.data.engine and head.adapts:
+        raise UserError("head.options.lora trains adapters in the target's layers, which data.engine leaves out: take one out.")
     if recipe.train.gradient_checkpointing:
         head.recompute()
     groups = parameter_groups(head, recipe.train.lr)
@@ -89,8 +94,11 @@ def prepare(recipe: Recipe, accelerator: Accelerator, out: Path, resume: bool) -
     if store:
         train: Source = StoredFeatures(store, target, head.config.taps, width, recipe.data.strict)
     else:
-        train = OnlineFeatures(target, examples, head.config.taps, shelf(recipe, target, examples, head, accelerator), width)
-    held = OnlineFeatures(target, held_out, head.config.taps, Memory() if recipe.data.features == "memory" else None, width)
+        kept = shelf(recipe, target, examples, head, accelerator)
+        given = engine(recipe, target, head.config.taps, examples)
+        train = OnlineFeatures(target, examples, head.config.taps, kept, width, given)
+    kept, given = Memory() if recipe.data.features == "memory" else None, engine(recipe, target, head.config.taps, held_out)
+    held = OnlineFeatures(target, held_out, head.config.taps, kept, width, given)
     data: dict[str, Any] = {
         part: {"sources": recipe.sources(part), "fingerprint": found.fingerprint, **tallies[part].as_json()}
         for part, found in (("train", examples), ("held_out", held_out))
@@ -193,6 +201,18 @@ def shelf(
     budget = 1e9 * (recipe.data.store_budget or math.inf) / accelerator.num_processes
     with accelerator.main_process_first():  # it makes the store, the others find it
         return Disk(Path(str(recipe.data.store)), identity, target.dtype, budget, f"rank-{accelerator.process_index}")
+
+
+def engine(recipe: Recipe, target: Target, taps: Sequence[int], examples: Sequence[Encoded]) -> EngineStates | None:
+    """The recipe's engine, for the rows of one part of the data; None: this process runs the target."""
+    section = recipe.data.engine
+    if section is None:
+        return None
+    layers = section.layers or layers_for(taps, target.depth)
+    folder = Path(section.folder) if section.folder else None
+    server = Engine(section.url, layers, section.model, folder, section.in_flight, section.timeout)
+    server.connect(target, int(lengths_of(examples).max()))
+    return EngineStates(server, target, taps, section.ahead, recipe.data.strict)
 
 
 def count_everywhere(examples: Sequence[Encoded], vocab_size: int, accelerator: Accelerator) -> torch.Tensor:

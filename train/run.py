@@ -1,6 +1,6 @@
 """One optimizer step, and what it needs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,6 +78,13 @@ class Run:
                 batch.tokens = 0
             yield batch
 
+    def own_rows(self, batches: Iterable[list[int]]) -> Iterator[int]:
+        """The rows that this process reads of global batches, in the order in which it does."""
+        settings, state = self.recipe.train, self.accelerator
+        for rows in batches:
+            for own in share(rows, state.process_index, state.num_processes, settings.micro_batch_size):
+                yield from own or rows[:1]
+
     def advance(self, step: int, rows: list[int]) -> DepthSums:
         """One optimizer step over one global batch.
 
@@ -85,6 +92,8 @@ class Run:
         the cut into micro-batches and processes, nor the number of depths moves the learning rate. A batch without any
         is no step.
         """
+        end = min(self.steps, (step - 1) // self.steps_per_epoch * self.steps_per_epoch + self.steps_per_epoch)
+        self.train.expect(self.own_rows(self.global_batch(later) for later in range(step - 1, end)))
         batches = list(self.micro_batches(self.train, rows))
         if step > self.steps * (1 - self.recipe.train.on_policy):
             batches = [self.rollouts(batch, step) for batch in batches]
@@ -142,6 +151,7 @@ class Run:
         self.head.eval()
         with Progress("held-out", len(rows), show=self.accelerator.is_main_process) as bar:
             for first in range(0, len(rows), size):
+                self.held_out.expect(self.own_rows(rows[i : i + size] for i in range(first, len(rows), size)))
                 for batch in self.micro_batches(self.held_out, rows[first : first + size]):
                     with self.accelerator.autocast():
                         sums.add(judged(self.head, batch, self.target, self.objective, self.taught(batch, 0))[1])
