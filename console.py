@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
+from rich.table import Column
 
 from .errors import UserError
 
@@ -63,8 +64,14 @@ class Progress:
     """A progress bar with an estimate; silent when stderr is piped or ``show`` is False."""
 
     def __init__(self, title: str, total: int, done: int = 0, show: bool = True) -> None:
-        title_column, extra_column = TextColumn("{task.description}"), TextColumn("{task.fields[extra]}")
-        columns = (title_column, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), extra_column)
+        kept = Column(no_wrap=True)
+        columns = (
+            TextColumn("{task.description}", table_column=kept),
+            BarColumn(10 if stderr.width < 140 else 40, table_column=kept),
+            MofNCompleteColumn(table_column=kept),
+            TimeRemainingColumn(table_column=kept),
+            TextColumn("{task.fields[extra]}", table_column=Column()),  # alone takes a second line on a narrow terminal
+        )
         hidden = not (show and stderr.is_terminal)
         # the estimate looks back an hour: steps of half a minute and pauses between them are usual
         self.bar = RichProgress(*columns, console=stderr, disable=hidden, transient=True, speed_estimate_period=3600)

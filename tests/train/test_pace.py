@@ -42,6 +42,7 @@ def test_the_clock_runs_in_steps_and_the_estimate_knows_what_lies_between() -> N
         with pace.step():
             time.sleep(0.01)
         time.sleep(0.02)  # an evaluation
+    assert pace.began
     row, passed = pace.row(accelerator, left=8), time.perf_counter() - pace.began
     assert 0.04 <= row["seconds"] <= passed - 0.08
     assert 2 * 0.12 <= row["seconds_left"] <= 2 * passed, "eight steps more, after four"

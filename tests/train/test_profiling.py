@@ -33,7 +33,7 @@ def test_the_steps_after_a_warm_up_are_traced(
 ) -> None:
     with profiled(asked, first, last, tmp_path / "profile") as step:
         for _ in range(first, last + 1):
-            torch.ones(8, 8) @ torch.ones(8, 8)
+            torch.mm(torch.ones(8, 8), torch.ones(8, 8))
             step()
     assert {file.name for file in (tmp_path / "profile").iterdir()} == {f"{name}.json.gz", f"{name}.txt"}
     assert traced_steps(tmp_path / "profile") == traced
