@@ -64,9 +64,22 @@ def new_directory(out: Path, force: bool) -> Iterator[Path]:
 
 
 def put_in_place(partial: Path, out: Path) -> None:
-    """Give a whole directory the name ``out``, in place of what has it."""
+    """Give a whole directory the name ``out``, in place of what has it, which a kill in between leaves for ``restore``."""
+    old = aside(out)
+    shutil.rmtree(old, ignore_errors=True)
     if out.is_dir():
-        shutil.rmtree(out)
+        out.rename(old)
     else:
         out.unlink(missing_ok=True)
     partial.rename(out)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def restore(out: Path) -> None:
+    """Give the directory ``out`` its name back where a kill came just before it would have been replaced."""
+    if aside(out).is_dir() and not out.exists():
+        aside(out).rename(out)
+
+
+def aside(out: Path) -> Path:
+    return out.with_name(f".{out.name}.old")

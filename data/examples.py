@@ -57,6 +57,11 @@ class Examples(EncodedRows):
     def __len__(self) -> int:
         return len(self.kept)
 
+    def origin(self, row: int) -> str:
+        """The file a row comes from and its place there."""
+        place = int(self.kept[row])
+        return f"{self.table.data.column('file')[place]}:{self.table.data.column('row')[place]}"
+
     def read(self, row: int) -> Encoded:
         place = int(self.kept[row])
         ids, mask = self.ids[place].values, self.mask[place].values

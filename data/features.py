@@ -151,6 +151,35 @@ class Disk:
         self.looked = time.monotonic()
 
 
+class LeftOut:
+    """Rows whose states cannot be used. Each is named once and takes part without supervision, or stops the run: ``strict``."""
+
+    def __init__(self, strict: bool) -> None:
+        self.strict = strict
+        self.rows: set[int] = set()
+
+    def add(self, row: int, why: str) -> None:
+        if self.strict:
+            raise UserError(why)
+        if row not in self.rows:
+            note(f"left out: {why}")
+        self.rows.add(row)
+
+    def take_out(self, batch: Batch, known: dict[int, Features], maker: str) -> None:
+        """Take the rows whose states are not finite out of a batch: a target may overflow on one text alone."""
+        if not known:
+            return
+        fine = torch.stack([finite(own) for own in known.values()]).tolist()
+        for row in [row for row, its_fine in zip(known, fine, strict=True) if not its_fine]:
+            self.add(
+                row, f"the states of row {row} by {maker} are not finite: remove the row, or run the target in a wider dtype."
+            )
+            del known[row]
+            place = batch.places[row]
+            batch.mask[place.line, place.tokens] = False
+            batch.ids[place.line, place.tokens] = PAD  # a head reads them too
+
+
 class OnlineFeatures:
     """Hidden states from the target, and from the ``shelf`` where one is given and holds them already. With an ``engine`` it
     is asked for them in the target's stead; rows that it cannot give take part without supervision.
@@ -167,6 +196,7 @@ class OnlineFeatures:
         shelf: Shelf | None = None,
         width: int | None = None,
         engine: EngineStates | None = None,
+        strict: bool = False,
     ) -> None:
         target.check_taps(taps)
         self.lengths = lengths_of(examples)
@@ -174,6 +204,7 @@ class OnlineFeatures:
         check_packing(target, width)
         self.target, self.examples, self.engine = target, examples, engine
         self.taps, self.shelf, self.width = tuple(taps), shelf, width
+        self.left_out = LeftOut(strict)
 
     def batch(self, rows: list[int]) -> FeatureBatch:
         examples = {row: self.examples[row] for row in dict.fromkeys(rows)}
@@ -181,11 +212,13 @@ class OnlineFeatures:
         known = {row: features for row, features in kept.items() if features is not None}
         known |= self._compute({row: example for row, example in examples.items() if row not in known})
         examples = {row: example if row in known else BLANK for row, example in examples.items()}
-        return side_by_side(collate(examples, rows, PAD, self.width), known, self.target, len(self.taps))
+        batch = collate(examples, rows, PAD, self.width)
+        self.left_out.take_out(batch, known, self.target.name)
+        return side_by_side(batch, known, self.target, len(self.taps))
 
     @property
     def lost(self) -> int:
-        return len(self.engine.lost) if self.engine else 0
+        return len(self.left_out.rows) + (len(self.engine.lost) if self.engine else 0)
 
     def expect(self, rows: Iterable[int]) -> None:
         if self.engine:
@@ -201,13 +234,20 @@ class OnlineFeatures:
         """Each row's own states [time, ...], without padding."""
         if not examples:
             return {}
-        if self.engine:
-            fresh = self.engine.states(examples)
-        else:
-            batch = collate(examples, list(examples), PAD, self.width)
-            states = self.target.features(batch.ids, self.taps, batch.positions if self.width else None)
-            fresh = {row: states.rows((place.line, place.tokens)) for row, place in batch.places.items()}
-        return {row: self.shelf.put(row, examples[row], own) for row, own in fresh.items()} if self.shelf else fresh
+        fresh = self.engine.states(examples) if self.engine else self._run(examples, self.width)
+        shares_lines = self.width and not self.engine
+        spoilt = {row: examples[row] for row, own in fresh.items() if shares_lines and not finite(own)}
+        if spoilt:  # through attention one row spoils all that share its line: alone, only it is
+            fresh |= self._run(spoilt, None)
+        for row, own in fresh.items() if self.shelf else ():
+            if finite(own):
+                fresh[row] = self.shelf.put(row, examples[row], own)
+        return fresh
+
+    def _run(self, examples: dict[int, Encoded], width: int | None) -> dict[int, Features]:
+        batch = collate(examples, list(examples), PAD, width)
+        states = self.target.features(batch.ids, self.taps, batch.positions if width else None)
+        return {row: states.rows((place.line, place.tokens)) for row, place in batch.places.items()}
 
 
 class StoredFeatures:
@@ -222,17 +262,18 @@ class StoredFeatures:
         store.check(target, taps)
         check_packing(target, width)
         self.store, self.target, self.taps = store, target, tuple(taps)
-        self.lengths, self.width, self.strict = store.lengths, width, strict
-        self.damaged: set[int] = set()
+        self.lengths, self.width, self.left_out = store.lengths, width, LeftOut(strict)
 
     def batch(self, rows: list[int]) -> FeatureBatch:
         read = {row: self._read(row) for row in dict.fromkeys(rows)}
         batch = collate({row: example for row, (example, _) in read.items()}, rows, PAD, self.width)
-        return side_by_side(batch, {row: own for row, (_, own) in read.items() if own}, self.target, len(self.taps))
+        known = {row: own for row, (_, own) in read.items() if own}
+        self.left_out.take_out(batch, known, str(self.store.directory))
+        return side_by_side(batch, known, self.target, len(self.taps))
 
     @property
     def lost(self) -> int:
-        return len(self.damaged)
+        return len(self.left_out.rows)
 
     def expect(self, rows: Iterable[int]) -> None:
         pass
@@ -244,11 +285,7 @@ class StoredFeatures:
         try:
             return self.store.read(row, self.taps, self.target.dtype, self.target.device)
         except DamagedRow as error:
-            if self.strict:
-                raise
-            if row not in self.damaged:
-                note(f"left out: {error}")
-            self.damaged.add(row)
+            self.left_out.add(row, str(error))
             return BLANK, None
 
 
@@ -265,6 +302,11 @@ def side_by_side(batch: Batch, known: dict[int, Features], target: Target, n_tap
     tokens = sum(place.tokens.stop - place.tokens.start for place in batch.places.values())
     ids, mask, positions = (part.to(device) for part in (batch.ids, batch.mask, batch.positions))
     return FeatureBatch(ids, mask, Features(taps, last), positions, tokens)
+
+
+def finite(features: Features) -> Tensor:
+    """Whether a row's states are all finite: a bool scalar."""
+    return features.last.isfinite().all() & features.taps.isfinite().all()
 
 
 def lengths_of(examples: Sequence[Encoded]) -> np.ndarray:

@@ -108,6 +108,7 @@ class Shard:
     def __init__(self, path: Path, identity: str) -> None:
         self.path, self.identity = path, identity
         try:
+            self.size = path.stat().st_size
             self.file = safe_open(path, "pt")
             header = json.loads((self.file.metadata() or {}).get("draftsmith", "{}"))
             if (header.get("format"), header.get("identity")) != (FORMAT, identity):
@@ -139,9 +140,18 @@ class Shard:
         return np.diff(self.offsets)
 
     def tensors(self, place: int, names: Sequence[str] | None = None) -> dict[str, Tensor]:
-        """The tensors of the row at ``place``, as views of the file: not to be written to."""
+        """A row's tensors, as views of the file: not to be written to. Raises DamagedRow where the file was cut."""
+        if self._cut():
+            raise DamagedRow(f"row {self.rows[place]} is gone: {self.path} was cut while it was read; restore a copy of it.")
         span = slice(int(self.offsets[place]), int(self.offsets[place + 1]))
         return {name: self.file.get_slice(name)[span] for name in names or self.names}
+
+    def _cut(self) -> bool:
+        """Whether the file has shrunk since it was opened: to touch the lost part of a mapped file kills the process."""
+        try:
+            return self.path.stat().st_size < self.size
+        except FileNotFoundError:
+            return False  # a mapped file that was deleted keeps its bytes
 
     def checked(self, place: int) -> dict[str, Tensor]:
         """As ``tensors``. Raises DamagedRow where the bytes are not those that were written."""

@@ -182,6 +182,12 @@ class TrainSection(Section):
     eval_every: int | None = Field(default=None, ge=1, description="steps; null: only before and after training")
     checkpoint_every: int | None = Field(default=None, ge=1, description="steps; null: none")
     keep_checkpoints: int = Field(default=2, ge=1)
+    nonfinite: Literal["stop", "skip"] = Field(
+        default="stop", description="what to do about a step whose loss or gradient is not finite; its rows are written out"
+    )
+    timeout: float = Field(
+        default=60, gt=0, description="minutes that processes wait for one another, the first time while one of them tokenizes"
+    )
     tracker: Literal["none", "wandb", "tensorboard"] = "none"
 
 

@@ -70,7 +70,7 @@ def run(changes: list[str], features: dict[str, dict[int, Features]], out: Path)
     """Train one choice and measure it on the held-out rows."""
     recipe = load_recipe("demo", changes)
     accelerator = start(recipe)
-    state = prepare(recipe, accelerator, out, resume=False)
+    state = prepare(recipe, accelerator, out)
     for part, source in zip(PARTS, (state.train, state.held_out), strict=True):
         assert isinstance(source, OnlineFeatures) and isinstance(source.shelf, Memory)
         source.shelf.rows = select(features[part], source.taps, state.target.hidden_size)

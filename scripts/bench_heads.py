@@ -92,7 +92,7 @@ def keep_states(place: Path, names: list[str], rows: int) -> int:
 def run_one(name: str, place: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Train and measure one kind in this process."""
     timed = recipe_of(name, place, f"train.max_steps={TIMED + 1}")
-    run = prepare(timed, start(timed), place / "timing", resume=False)
+    run = prepare(timed, start(timed), place / "timing")
     run.advance(1, run.global_batch(0))
     began = time.perf_counter()
     for step in range(TIMED):

@@ -18,6 +18,7 @@ from ..recipes.schema import Recipe, load_recipe
 from ..target import Target
 from .dry_run import dry_run
 from .loop import Score, train
+from .stopping import AGAIN
 from .summary import told
 
 
@@ -44,7 +45,9 @@ def run(recipe: Recipe, resume: bool = False, force: bool = False, profile: int 
 def train_command(
     recipe: Annotated[str, typer.Argument(help="a recipe file, or the name of a shipped one")],
     changes: Annotated[list[str] | None, typer.Option("--set", help="change a key: section.key=value")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="go on from the newest whole checkpoint")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="go on from the newest whole checkpoint; start where there is none")
+    ] = False,
     dry: Annotated[bool, typer.Option("--dry-run", help="resolve all but the weights, print it, write nothing")] = False,
     profile: Annotated[
         int, typer.Option(min=0, metavar="N", help="trace N steps, after a short warm-up, into the run's profile/")
@@ -56,12 +59,19 @@ def train_command(
     """Train a draft head from a recipe."""
     loaded = load_recipe(recipe, changes)
     result = dry_run(loaded) if dry else run(loaded, resume, force, profile)
-    if not PartialState().is_main_process:
-        return
+    if PartialState().is_main_process:
+        tell(result, dry, as_json)
+    if "stopped" in result:
+        raise typer.Exit(AGAIN)
+
+
+def tell(result: dict[str, Any], dry: bool, as_json: bool) -> None:
     if as_json:
         print(json.dumps(result))
     elif dry:
         print(yaml.safe_dump(result, sort_keys=False, allow_unicode=True, width=1000), end="")
+    elif "stopped" in result:
+        print(f"stopped by {result['stopped']} after step {result['steps']} of {result['of']}: go on with --resume")
     else:
         print(told(result["summary"]))
 

@@ -7,22 +7,26 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator, DistributedType
+from safetensors import SafetensorError
 
 from ..console import Progress, note
-from ..errors import UserError
+from ..errors import UserError, first_line
 from ..heads.base import DraftHead
-from ..outputs import new_directory, refuse_existing
+from ..outputs import new_directory, refuse_existing, restore
 from ..recipes.schema import Recipe, load_recipe
 from ..target import Target
 from . import checkpoints
 from .calibration import calibrate
+from .changes import check_changes
+from .faults import spoilt, told_plainly
 from .log import Log
 from .metrics import DepthSums
 from .pace import brief
 from .prepare import prepare, start
 from .profiling import profiled
 from .provenance import write_run
-from .run import Run
+from .run import Run, Spoilt
+from .stopping import Stopping
 from .summary import summarize
 
 MISMATCH = 0.8  # the verifier's τ may fall this far below the simulated one on a few prompts by chance
@@ -36,48 +40,27 @@ def train(
     """Run a recipe. Returns the last evaluation's metrics and ``summary``, and leaves the best head in ``output``/head.
 
     ``score`` gives a head's τ by the verifier; the best head is the best by it, or by the simulated τ without one. Every
-    process of an ``accelerate launch`` calls this. ``profile``: steps to trace into ``output``/profile.
+    process of an ``accelerate launch`` calls this. ``resume`` goes on from the newest whole checkpoint, and starts where there
+    is none. ``profile``: steps to trace into ``output``/profile. SIGTERM and SIGINT end the run after the step that is under
+    way: ``stopped`` in what is returned names the signal, and a checkpoint of that step is there. Raises UserError for what
+    the user can mend, in the middle of the run too.
     """
     began = time.perf_counter()
     accelerator = start(recipe)
     if recipe.train.on_policy and accelerator.distributed_type == DistributedType.FSDP:
         raise UserError("train.on_policy drafts with the whole head, which FSDP shards: launch with DDP, or set it to 0.")
     out = Path(recipe.output)
-    if resume and not out.is_dir():
-        raise UserError(f"{out} does not exist, so there is nothing to resume: start without --resume.")
-    if resume:
-        check_unchanged(recipe, out)
-    else:
+    checkpoint = to_resume(recipe, out, accelerator) if resume else None
+    if not resume:
         refuse_existing(out, force)
-    run = prepare(recipe, accelerator, out, resume)
-    claim(accelerator, out, resume)
+    run = prepare(recipe, accelerator, out, checkpoint)
+    claim(accelerator, out, checkpoint)
     write_run(run.accelerator, recipe, run.target, run.data, out)
-    done = checkpoints.resume(accelerator, out / "checkpoints") if resume else 0
-    log = Log(accelerator, out, recipe, done if resume else None, run.steps)
-    best, every = log.best, recipe.train.eval_every or run.steps
-    if done not in log.evaluated and (done == 0 or done % every == 0):
-        best = evaluate(run, done, best, score, log)
-    row: dict[str, Any] = {}
-    bar = Progress("training", run.steps, done=done, show=accelerator.is_main_process)
-    tracing = profiled(profile if accelerator.is_main_process else 0, done + 1, run.steps, out / "profile")
-    with bar, tracing as traced:
-        sums = DepthSums.zeros(recipe.head.depths, accelerator.device)
-        for step in range(done + 1, run.steps + 1):
-            with run.pace.step():
-                sums.add(run.advance(step, run.global_batch(step - 1)))
-            traced()
-            if step % recipe.train.log_every == 0 or step == run.steps:
-                report = sums.reduced(accelerator).report(run.shares)
-                pace = run.pace.row(accelerator, run.steps - step, run.train.lost)
-                row = {"step": step, "lr": run.lr, **report, **pace}
-                log.write(row, "train")
-                sums = DepthSums.zeros(recipe.head.depths, accelerator.device)
-            bar.advance(1, brief(row))
-            if recipe.train.checkpoint_every and step % recipe.train.checkpoint_every == 0:
-                run.train.flush()
-                checkpoints.save(accelerator, out / "checkpoints", step, recipe.train.keep_checkpoints)
-            if step % every == 0 or step == run.steps:
-                best = evaluate(run, step, best, score, log)
+    if checkpoint:
+        checkpoints.load(accelerator, checkpoint)
+    log = Log(accelerator, out, recipe, checkpoint.metrics if checkpoint else 0, run.steps)
+    with told_plainly(run), Stopping() as stopping:
+        stopped_at = go_on(run, checkpoint.step if checkpoint else 0, score, log, stopping, profile)
     run.train.flush()
     log.tracker.finish()
     steps, data = run.steps, run.data
@@ -85,37 +68,109 @@ def train(
     del run  # DDP's reducer holds the process group, and a gloo group that dies after end_training never joins its threads
     accelerator.free_memory()
     accelerator.end_training()
-    result = {"steps": steps, "best_tau": best, "head": str(out / "head"), **log.last}
+    result: dict[str, Any] = {"best_tau": log.best, "head": str(out / "head"), **log.last}
+    if stopped_at is not None:
+        return {**result, "steps": stopped_at, "of": steps, "stopped": stopping.asked or "a signal to another process"}
+    result |= {"steps": steps}
     if accelerator.is_main_process:
         result["summary"] = summarize(recipe, out, data, steps, time.perf_counter() - began)
     return result
 
 
-def claim(accelerator: Accelerator, out: Path, resume: bool) -> None:
+def go_on(run: Run, done: int, score: Score | None, log: Log, stopping: Stopping, profile: int) -> int | None:
+    """Take the steps after ``done``, ``profile`` of them traced; returns that after which a signal ended the run, or None."""
+    settings, accelerator = run.recipe.train, run.accelerator
+    evaluates = settings.eval_every or run.steps
+    if done not in log.evaluated and (done % evaluates == 0 or done == run.steps):
+        evaluate(run, done, score, log)
+    row: dict[str, Any] = {}
+    again: int | None = None  # when to try again to write a checkpoint that could not be written
+    bar = Progress("training", run.steps, done=done, show=accelerator.is_main_process)
+    tracing = profiled(profile if accelerator.is_main_process else 0, done + 1, run.steps, run.out / "profile")
+    with bar, tracing as traced:
+        sums = DepthSums.zeros(run.recipe.head.depths, accelerator.device)
+        for step in range(done + 1, run.steps + 1):
+            rows = run.global_batch(step - 1)
+            try:
+                with run.pace.step():
+                    sums.add(run.advance(step, rows))
+                run.spoilt_in_a_row = 0
+            except Spoilt as error:
+                spoilt(run, step, rows, str(error))
+            traced()
+            stops, last = run.anywhere(stopping.asked is not None), step == run.steps
+            saves = stops or step == again or bool(settings.checkpoint_every and step % settings.checkpoint_every == 0)
+            if step % settings.log_every == 0 or saves or last:  # what a checkpoint covers is logged before it
+                report = sums.reduced(accelerator).report(run.shares)
+                pace = run.pace.row(accelerator, run.steps - step, run.train.lost)
+                row = {"step": step, "lr": run.lr, **report, **pace}
+                log.write(row, "train")
+                sums = DepthSums.zeros(run.recipe.head.depths, accelerator.device)
+            bar.advance(1, brief(row))
+            if saves:
+                again = None if save(run, step, log) else step + settings.log_every
+            if stops:
+                if again:
+                    raise UserError(f"stopped after step {step} without a checkpoint of it: make room, then --resume.")
+                return step
+            if step % evaluates == 0 or last:
+                evaluate(run, step, score, log)
+    return None
+
+
+def save(run: Run, step: int, log: Log) -> bool:
+    """Write a checkpoint. Where it cannot be written, say so and go on with the older ones."""
+    run.train.flush()
+    reason = checkpoints.save(run, step, log.size(), log.best_step)
+    if reason and run.accelerator.is_main_process:
+        again = f"training goes on and tries again in {run.recipe.train.log_every} steps"
+        note(f"WARNING: no checkpoint of step {step} could be written ({reason}): make room in {run.out}; {again}")
+    return reason is None
+
+
+def to_resume(recipe: Recipe, out: Path, accelerator: Accelerator) -> checkpoints.Checkpoint | None:
+    """The checkpoint to go on from; None where none was written yet. Raises UserError for a recipe that does not fit it."""
+    if accelerator.is_main_process:
+        restore(out / "head")
+    with accelerator.main_process_first():  # the main process names the broken ones
+        checkpoint = checkpoints.newest(out / "checkpoints", say=accelerator.is_main_process)
+    changes = check_changes(recipe, load_recipe(out / "recipe.yaml")) if (out / "recipe.yaml").is_file() else []
+    if checkpoint is None:
+        refuse_to_start_over(out)
+        if accelerator.is_main_process:
+            note(f"{out} holds no checkpoint yet: starting from the first step")
+        return None
+    if accelerator.is_main_process:
+        note(f"going on from {checkpoint.path}" + "".join(f"\n  changed: {change}" for change in changes))
+    return checkpoint
+
+
+def refuse_to_start_over(out: Path) -> None:
+    """Raise UserError where ``out`` holds more than a run that was killed before its first checkpoint."""
+    if not out.is_dir() or all(path.name.startswith(".") for path in out.iterdir()):
+        return
+    recipe = out / "recipe.yaml"
+    if not recipe.is_file() or not load_recipe(recipe).train.checkpoint_every:
+        raise UserError(
+            f"{out} holds no checkpoint, and is no run that writes any: start anew, without --resume and with --force, and set "
+            "train.checkpoint_every."
+        )
+
+
+def claim(accelerator: Accelerator, out: Path, checkpoint: checkpoints.Checkpoint | None) -> None:
     """Make the run directory, empty unless the run goes on in it. Called once everything that can be refused has been read."""
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        if out.exists() and not resume:
+        if out.exists() and checkpoint is None:
             shutil.rmtree(out)
         out.mkdir(parents=True, exist_ok=True)
+        for left in (*out.glob(".head.*"), *out.glob("checkpoints/.step-*")):  # by a kill
+            shutil.rmtree(left)
     accelerator.wait_for_everyone()
 
 
-def check_unchanged(recipe: Recipe, out: Path) -> None:
-    """Raise UserError where a recipe asks a run that it resumes for another head or optimizer than its checkpoints hold."""
-    before = load_recipe(out / "recipe.yaml")
-    pairs = [("head", key) for key in type(recipe.head).model_fields]
-    for section, key in [*pairs, ("train", "lr"), ("train", "betas"), ("train", "weight_decay")]:
-        asked, has = (getattr(getattr(each, section), key) for each in (recipe, before))
-        if asked != has:
-            raise UserError(
-                f"{section}.{key} is {asked} in the recipe and {has} in {out}, which goes on with what it has: write {has}, or "
-                "start anew with head.init_from."
-            )
-
-
-def evaluate(run: Run, step: int, best: float | None, score: Score | None, log: "Log") -> float:
-    """Held-out loss and simulated τ, τ by the verifier; saves the head when it is the best yet. Returns the best τ."""
+def evaluate(run: Run, step: int, score: Score | None, log: Log) -> None:
+    """Held-out loss and simulated τ, τ by the verifier; saves the head when it is the best yet."""
     began = time.perf_counter()
     sums = run.held_out_sums().reduced(run.accelerator)
     report = sums.report(run.shares)
@@ -131,9 +186,17 @@ def evaluate(run: Run, step: int, best: float | None, score: Score | None, log: 
                     f"{report['tau_sim']:.2f}; look at the chat template, the loss mask and the taps."
                 )
         current = report.get("tau", report["tau_sim"])
-        if best is None or current > best:
-            best = current
-            with new_directory(run.out / "head", force=True) as partial:
-                head.save(partial)
+        if log.best is None or current > log.best:
+            keep(head, run.out / "head", step, current, log)
     log.write({"step": step, "seconds": time.perf_counter() - began, **report}, "held_out")
-    return best if best is not None else float("-inf")  # only the main process decides
+
+
+def keep(head: DraftHead, place: Path, step: int, tau: float, log: Log) -> None:
+    """Save the best head so far. Where it cannot be written, say so and keep the one before."""
+    try:
+        with new_directory(place, force=True) as partial:
+            head.save(partial)
+    except (OSError, SafetensorError) as error:
+        note(f"WARNING: the best head so far, of step {step}, could not be written ({first_line(error)}): make room in {place}")
+        return
+    log.best, log.best_step = tau, step

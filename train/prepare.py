@@ -3,12 +3,13 @@
 import math
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
 from accelerate.utils import parse_flag_from_env
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -29,6 +30,7 @@ from ..heads.base import DraftHead, HeadConfig, check_target
 from ..heads.kinds import KINDS, load_head
 from ..recipes.schema import Recipe
 from ..target import Target
+from .checkpoints import Checkpoint, keep_heads_apart
 from .run import Run
 
 
@@ -46,11 +48,12 @@ def start(recipe: Recipe) -> Accelerator:
         on_gpu = str(PartialState().device).startswith("cuda")
         has_bf16 = torch.cuda.is_bf16_supported() if on_gpu else torch.cpu._is_avx512_bf16_supported()
         precision = "bf16" if has_bf16 else "no"
-    return Accelerator(mixed_precision=precision, cpu=cpu)
+    patience = InitProcessGroupKwargs(timeout=timedelta(minutes=recipe.train.timeout))
+    return Accelerator(mixed_precision=precision, cpu=cpu, kwargs_handlers=[patience])
 
 
-def prepare(recipe: Recipe, accelerator: Accelerator, out: Path, resume: bool) -> Run:
-    """Load the target and the data, make the head, the optimizer and the schedule."""
+def prepare(recipe: Recipe, accelerator: Accelerator, out: Path, checkpoint: Checkpoint | None = None) -> Run:
+    """Load the target and the data, make the head, or that of the checkpoint, the optimizer and the schedule."""
     loads = Ends if recipe.data.engine else Target
     target = loads.load(recipe.target.name, recipe.target.dtype, recipe.target.device or accelerator.device)
     target.tokenizer_or_refuse()
@@ -63,8 +66,9 @@ def prepare(recipe: Recipe, accelerator: Accelerator, out: Path, resume: bool) -
         held_out = read_examples(recipe, "held_out", target, tallies["held_out"])
     size = recipe.head.draft_vocab or target.vocab_size
     counts = count_everywhere(examples, target.vocab_size, accelerator)
-    if resume:  # the vocabulary of a run never changes under it
-        head: DraftHead = load_head(out / "head")
+    if checkpoint:  # the vocabulary of a run never changes under it
+        head: DraftHead = load_head(checkpoint.path / "head")
+        check_target(head.config, target)
         head.train()
         vocabulary = holding(head.target_ids.cpu(), counts)
     elif recipe.head.init_from:
@@ -96,7 +100,7 @@ def prepare(recipe: Recipe, accelerator: Accelerator, out: Path, resume: bool) -
     else:
         kept = shelf(recipe, target, examples, head, accelerator)
         given = engine(recipe, target, head.config.taps, examples)
-        train = OnlineFeatures(target, examples, head.config.taps, kept, width, given)
+        train = OnlineFeatures(target, examples, head.config.taps, kept, width, given, recipe.data.strict)
     kept, given = Memory() if recipe.data.features == "memory" else None, engine(recipe, target, head.config.taps, held_out)
     held = OnlineFeatures(target, held_out, head.config.taps, kept, width, given)
     data: dict[str, Any] = {
@@ -107,10 +111,24 @@ def prepare(recipe: Recipe, accelerator: Accelerator, out: Path, resume: bool) -
     if store:
         data["train"] = {"store": recipe.data.store, **store.identity.data.model_dump()}
     data["draft_vocabulary"] = {"size": len(vocabulary.d2t), "coverage": vocabulary.coverage}
-    run = Run(recipe, accelerator, target, wrapped, optimizer, None, train, held, vocabulary, data, out)
+    run = Run(
+        recipe,
+        accelerator,
+        target,
+        wrapped,
+        optimizer,
+        None,
+        train,
+        held,
+        vocabulary,
+        data,
+        out,
+        chunk=checkpoint.chunk if checkpoint else None,
+    )
     # not prepared: accelerate would step it once per process, and our step is already global
     run.scheduler = LambdaLR(getattr(optimizer, "optimizer", optimizer), partial(rate, recipe=recipe, steps=run.steps))
     accelerator.register_for_checkpointing(run.scheduler)
+    keep_heads_apart(accelerator)
     return run
 
 

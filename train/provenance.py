@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ..outputs import write_whole
 from ..recipes.schema import Recipe
 from ..target import Target
 
@@ -17,7 +18,7 @@ def write_run(accelerator: Any, recipe: Recipe, target: Target, data: dict[str, 
     """Write both files into the run directory, from the main process; ``data`` says what became of the data files."""
     if not accelerator.is_main_process:
         return
-    (out / "recipe.yaml").write_text(recipe.to_yaml())
+    write_whole(out / "recipe.yaml", [recipe.to_yaml()])
     record = {
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
         "git_commit": git_commit(),
@@ -28,7 +29,7 @@ def write_run(accelerator: Any, recipe: Recipe, target: Target, data: dict[str, 
         "processes": accelerator.num_processes,
         "precision": accelerator.mixed_precision,
     }
-    (out / "run.json").write_text(json.dumps(record, indent=2) + "\n")
+    write_whole(out / "run.json", [json.dumps(record, indent=2) + "\n"])
 
 
 def git_commit() -> str | None:

@@ -1,5 +1,6 @@
 """One optimizer step, and what it needs."""
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -21,7 +22,11 @@ from .metrics import DepthSums
 from .objectives import Objective
 from .pace import Pace
 from .rollouts import rollouts
-from .step import judged
+from .step import Judge
+
+
+class Spoilt(Exception):
+    """A step without a finite loss or gradient."""
 
 
 @dataclass
@@ -42,6 +47,9 @@ class Run:
     plans: dict[int, list[list[int]]] = field(default_factory=dict)
     pace: Pace = field(default_factory=Pace)
     lr: float = 0.0  # of the last step
+    shape: tuple[int, int] = (0, 0)  # lines and tokens a line of the last micro-batch
+    chunk: int | None = None  # rows of one piece of the logits: chosen once, so that every step's sums are rounded alike
+    spoilt_in_a_row: int = 0
 
     @property
     def objective(self) -> Objective:
@@ -90,7 +98,7 @@ class Run:
 
         Every depth's loss is divided by its count of taught rows in the whole global batch, so neither padding, nor
         the cut into micro-batches and processes, nor the number of depths moves the learning rate. A batch without any
-        is no step.
+        is no step. Raises Spoilt, and leaves the head as it was, where the loss or its gradient is not finite.
         """
         end = min(self.steps, (step - 1) // self.steps_per_epoch * self.steps_per_epoch + self.steps_per_epoch)
         self.train.expect(self.own_rows(self.global_batch(later) for later in range(step - 1, end)))
@@ -106,32 +114,47 @@ class Run:
             note(f"rows {rows} supervise nothing: no step is taken")
             self.pace.skipped += 1
             return sums
+        total = torch.zeros((), device=counts.device)
         for i, batch in enumerate(batches):
             last = i == len(batches) - 1
             with self.accelerator.autocast(), nullcontext() if last else self.accelerator.no_sync(self.head):
-                loss, seen = judged(self.head, batch, self.target, self.objective, taught[i], counts)
+                loss, seen = self.judged(batch, taught[i], counts)
                 # DDP and FSDP average gradients over processes; the sum is what is wanted
                 self.accelerator.backward(loss * self.accelerator.num_processes)
+            total += loss.detach()
             sums.add(seen)
-        norm = self.clip()
-        if not torch.isfinite(torch.as_tensor(norm)):
-            raise RuntimeError(f"the gradient norm is {norm}: rows {rows} give no finite loss")
+        norms = [float(norm) for norm in self.clip()]
         self.lr = self.scheduler.get_last_lr()[0]
-        self.optimizer.step()
+        finite = all(map(math.isfinite, norms)) and not self.anywhere(not torch.isfinite(total))
+        if finite:
+            self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
+        if not finite:
+            raise Spoilt(f"its loss is not finite, or its gradient (norm {norms[-1]:.3g})")
         return sums
 
-    def clip(self) -> Any:
-        """Clip the gradients; returns the head's norm before. A confidence estimate has a norm of its own, so that the head
-        learns the same with it as without."""
+    def judged(self, batch: FeatureBatch, taught: list[torch.Tensor], counts: torch.Tensor) -> tuple[torch.Tensor, DepthSums]:
+        """The loss of a batch, every depth's divided by its count, and the batch's metrics."""
+        lines, time = batch.ids.shape
+        self.shape = (lines, time)
+        judge = Judge(batch, self.target, self.objective, counts, self.chunk)
+        loss, sums = self.head(judge, batch.ids, taught, batch.features, self.target, batch.positions)
+        self.chunk = judge.chunk
+        return loss, sums
+
+    def anywhere(self, here: bool | torch.Tensor) -> bool:
+        """Whether it holds on any process. All must ask."""
+        flag = torch.as_tensor(here, dtype=torch.float32, device=self.accelerator.device)
+        return bool(self.accelerator.reduce(flag, reduction="sum"))
+
+    def clip(self) -> list[Any]:
+        """Clip the gradients; returns their norms before, the head's last. A confidence estimate has a norm of its own, so that
+        the head learns the same with it as without."""
         beside = self.accelerator.unwrap_model(self.head).confidence
-        if beside is None:
-            return self.accelerator.clip_grad_norm_(self.head.parameters(), self.recipe.train.clip)
-        own = set(beside.parameters())
-        self.accelerator.clip_grad_norm_(list(own), self.recipe.train.clip)
+        own = set(beside.parameters()) if beside is not None else set()
         rest = [parameter for parameter in self.head.parameters() if parameter not in own]
-        return self.accelerator.clip_grad_norm_(rest, self.recipe.train.clip)
+        return [self.accelerator.clip_grad_norm_(part, self.recipe.train.clip) for part in (list(own), rest) if part]
 
     def taught(self, batch: FeatureBatch, step: int) -> list[torch.Tensor]:
         """The rows of a batch that this step teaches, map by map; a kind that samples draws anew at every step."""
@@ -154,7 +177,8 @@ class Run:
                 self.held_out.expect(self.own_rows(rows[i : i + size] for i in range(first, len(rows), size)))
                 for batch in self.micro_batches(self.held_out, rows[first : first + size]):
                     with self.accelerator.autocast():
-                        sums.add(judged(self.head, batch, self.target, self.objective, self.taught(batch, 0))[1])
+                        taught = self.taught(batch, 0)
+                        sums.add(self.judged(batch, taught, torch.stack([own.sum() for own in taught]))[1])
                 bar.advance(size)
         self.head.train()
         return sums

@@ -24,8 +24,8 @@ class Judge:
     """What ``DraftHead.forward`` makes of a batch's depths: its loss, a scalar with gradients, and its metrics.
 
     ``counts`` [maps]: by what the summed loss of every depth and side lesson is divided, its rows in the whole global
-    batch. ``chunk``: rows at a time (None: from the free memory). Gradients are taken piece by piece, so that no more than
-    one piece's logits exist at any time; the loss and its gradients are those of all rows at once.
+    batch. ``chunk``: rows at a time (None: set from the free memory). Gradients are taken piece by piece, so that no more than
+    one piece's logits exist at any time; the loss and its gradients are those of all rows at once, but for rounding.
     """
 
     batch: FeatureBatch
@@ -72,8 +72,8 @@ class Judge:
     def pieces(self, head: DraftHead, depths: list[Depth]) -> Iterator[list[slice]]:
         """Which slice of every depth's rows belongs to a piece; there is at least one piece, if an empty one."""
         rows = torch.cat([depth.rows for depth in depths]).unique()
-        size = self.chunk or self.fitting(head, depths)
-        bounds = [*rows[::size].tolist(), self.batch.ids.numel()] if len(rows) else [0, 0]
+        self.chunk = self.chunk or self.fitting(head, depths)
+        bounds = [*rows[:: self.chunk].tolist(), self.batch.ids.numel()] if len(rows) else [0, 0]
         ends = torch.tensor(bounds, device=rows.device)
         cuts = [torch.searchsorted(depth.rows, ends).tolist() for depth in depths]
         for i in range(len(bounds) - 1):

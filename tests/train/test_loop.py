@@ -1,11 +1,8 @@
 """The training run: the same curve however it is cut, exact resume, what is left on disk."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +11,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
+from workplace import build, curve, launch, losses, recipe_in, torchrun
 
 from draftsmith.data.chat import Encoded
 from draftsmith.data.extract import extract
@@ -24,14 +22,11 @@ from draftsmith.data.tally import Tally
 from draftsmith.errors import UserError
 from draftsmith.heads.eagle3 import Eagle3Head
 from draftsmith.heads.kinds import load_head
-from draftsmith.recipes.schema import Recipe, load_recipe
+from draftsmith.recipes.schema import load_recipe
 from draftsmith.target import Target
 from draftsmith.train.dry_run import dry_run
 from draftsmith.train.loop import train
-from draftsmith.train.pace import CLOCKED
 from draftsmith.train.prepare import prepare, rate, read_examples, start
-
-WORDS = "the cat sat on an old mat while ten men read their tea leaves and then went home".split()
 
 
 @pytest.fixture(autouse=True)
@@ -45,39 +40,7 @@ def fresh_accelerate():
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory, tiny_target) -> Path:
     """A saved tiny target, twenty conversations and a recipe."""
-    folder = tmp_path_factory.mktemp("workplace")
-    tiny_target.model.save_pretrained(folder / "target")
-    tiny_target.tokenizer.save_pretrained(folder / "target")
-    for name, rows in (("train", range(20)), ("held_out", range(20, 26))):
-        lines = []
-        for i in rows:
-            reply = " ".join(WORDS[(i * k + k) % len(WORDS)] for k in range(1, 4 + i % 4))
-            lines.append(json.dumps({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": reply}]}))
-        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    recipe = f"""
-target: {{name: {folder}/target, dtype: float32}}
-data: {{train: train.jsonl, held_out: held_out.jsonl, max_length: 60}}
-head: {{kind: eagle3, depths: 2, draft_vocab: 64}}
-objective: {{loss: ce}}
-train: {{epochs: 2, batch_size: 4, micro_batch_size: 4, lr: 1.0e-2, precision: "no", log_every: 1, eval_every: 5}}
-eval: {{prompts: 0}}
-output: {folder}/run
-"""
-    (folder / "recipe.yaml").write_text(recipe)
-    return folder
-
-
-def recipe_in(workplace: Path, out: str, *changes: str) -> Recipe:
-    return load_recipe(workplace / "recipe.yaml", [f"output={workplace}/{out}", *changes])
-
-
-def curve(run: Path, part: str = "train") -> list[dict]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k not in (*CLOCKED, "part")} for row in rows if row["part"] == part]
-
-
-def losses(run: Path) -> list[float]:
-    return [row["loss"] for row in curve(run)]
+    return build(tmp_path_factory.mktemp("workplace"), tiny_target)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +73,7 @@ def test_the_rate_rises_to_lr_and_falls_to_its_end_within_the_steps(workplace, s
 def test_every_step_learns_at_the_rate_that_is_logged(workplace):
     """The first one too: one step of AdamW moves each weight that has a gradient by the rate itself."""
     recipe = recipe_in(workplace, "unused", "train.max_steps=1")
-    run = prepare(recipe, start(recipe), workplace / "unused", resume=False)
+    run = prepare(recipe, start(recipe), workplace / "unused")
     before = {name: tensor.detach().clone() for name, tensor in run.head.named_parameters()}
     run.advance(1, run.global_batch(0))
     moved = torch.cat(
@@ -216,7 +179,7 @@ def test_case_17_a_damaged_row_is_named_and_teaches_nothing(workplace, store, tm
 
 
 def test_case_03_a_batch_that_supervises_nothing_is_no_step(workplace, whole_run):
-    run = prepare(recipe_in(workplace, "unused"), start(recipe_in(workplace, "unused")), workplace / "unused", resume=False)
+    run = prepare(recipe_in(workplace, "unused"), start(recipe_in(workplace, "unused")), workplace / "unused")
     before = {name: tensor.clone() for name, tensor in run.head.state_dict().items()}
     rate = run.scheduler.get_last_lr()
     assert isinstance(run.train, OnlineFeatures)
@@ -231,7 +194,7 @@ def test_case_03_a_row_without_supervision_changes_nothing(workplace, whole_run)
     recipe = recipe_in(workplace, "unused")
     norms = []
     for blank in (False, True):
-        run = prepare(recipe, start(recipe), workplace / "unused", resume=False)
+        run = prepare(recipe, start(recipe), workplace / "unused")
         assert isinstance(run.train, OnlineFeatures)
         if blank:
             run.train.examples = [*run.train.examples, Encoded(np.arange(40, dtype=np.int32), np.zeros(40, bool))]
@@ -240,21 +203,7 @@ def test_case_03_a_row_without_supervision_changes_nothing(workplace, whole_run)
     assert norms[0][0] == pytest.approx(norms[1][0], rel=1e-5) and norms[0][1] == pytest.approx(norms[1][1], rel=1e-5)
 
 
-TWO = ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29611"]
-
-
-def launch(workplace: Path, launcher: list[str], out: str, *changes: str) -> None:
-    """Run the recipe through a launcher, on CPU processes."""
-    command = [sys.executable, "-m", *launcher, "-m", "draftsmith.train", str(workplace / "recipe.yaml")]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *(f"--set={change}" for change in (f"output={workplace}/{out}", *changes))],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+TWO = torchrun(2, 29611)
 
 
 def test_accelerate_launch_runs_a_recipe(workplace, whole_run):
@@ -301,19 +250,6 @@ def test_resume_is_exact(workplace, whole_run, store, features):
         assert torch.equal(tensor, expected[1][name])
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ("head.confidence=true", "head.confidence is True in the recipe and False in"),
-        ("head.options={layers: 2}", "head.options is .*'layers': 2"),
-        ("train.lr=1.0e-4", "train.lr is 0.0001 in the recipe and 0.01 in"),
-    ],
-)
-def test_a_resumed_run_keeps_its_head_and_its_optimizer(workplace, whole_run, change, said):
-    with pytest.raises(UserError, match=said):
-        train(recipe_in(workplace, "whole", change), resume=True)
-
-
 def test_the_best_head_is_the_best_by_the_verifier(workplace):
     scores = iter([1.5, 2.5, 1.7])
     result = train(recipe_in(workplace, "scored"), score=lambda target, head: next(scores))
@@ -324,8 +260,6 @@ def test_the_best_head_is_the_best_by_the_verifier(workplace):
 def test_an_existing_output_is_refused(workplace, whole_run):
     with pytest.raises(UserError, match="exists"):
         train(recipe_in(workplace, "whole"))
-    with pytest.raises(UserError, match="nothing to resume"):
-        train(recipe_in(workplace, "absent"), resume=True)
 
 
 def test_a_refused_start_touches_nothing(workplace, whole_run):
@@ -392,7 +326,7 @@ def test_an_adapter_trains_beside_its_heads_and_resumes(workplace):
     assert load_head(run / "head").adapts and expected[-1]["loss"] < expected[0]["loss"]
     untouched = curve(run, "held_out")[0]["side_0"]
     assert abs(untouched) < 1e-6 < expected[-1]["side_0"], "how far the adapted target has moved from the target"
-    tensors = load_file(run / "checkpoints" / "step-8" / "model.safetensors")
+    tensors = load_file(run / "checkpoints" / "step-8" / "head" / "model.safetensors")
     assert all(tensor.any() for name, tensor in tensors.items() if "lora_B" in name)
     AcceleratorState._reset_state()
     train(recipe_in(workplace, run.name, *changes), resume=True)
