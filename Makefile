@@ -7,7 +7,7 @@ SOURCES := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test parity regenerate-check advise-check lint types wheel clean
+.PHONY: help demo test parity regenerate-check advise-check faults lint types wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' Makefile
@@ -26,6 +26,9 @@ regenerate-check: .venv/ready .venv-vllm/ready ## rewrite answers through a vLLM
 
 advise-check: .venv/ready .venv-vllm/ready ## probe a vLLM server as advise does: its own metrics must agree with what was timed
 	$(BIN)/python scripts/check_advise.py
+
+faults: .venv/ready ## kill runs, damage their files and run every test of docs/faults.md: runs/faults/report.json
+	$(BIN)/python scripts/faults.py
 
 lint: .venv/ready ## ruff and the import contract
 	$(BIN)/ruff check .
