@@ -27,6 +27,7 @@ def advise_command(
     endpoint: Annotated[
         str | None, typer.Option(help="probe this OpenAI-compatible server, such as http://localhost:8000/v1")
     ] = None,
+    model: Annotated[str | None, typer.Option(help="which of the endpoint's models; default: its only one")] = None,
     proposer: Annotated[list[str] | None, typer.Option(help="with --target, as eval takes them; may be repeated")] = None,
     prompts: Annotated[Path | None, typer.Option(help="the service's own: JSONL of messages, prompt or turns")] = None,
     limit: Annotated[int, typer.Option(min=1, help="use the first N prompts")] = 32,
@@ -54,6 +55,8 @@ def advise_command(
         raise UserError("nothing is known of the service: give --service FILE, --target MODEL or --endpoint URL.")
     if proposer and not target:
         raise UserError("--proposer is measured on a --target: name one, or state its values under proposers in --service.")
+    if model and not endpoint:
+        raise UserError("--model is one of an --endpoint's: give its URL, or the model as --target.")
     if target and not prompts:
         raise UserError("--target answers the service's own prompts: give --prompts FILE.")
     stated = Service.read(service) if service else Service()
@@ -77,7 +80,7 @@ def advise_command(
             )
         if endpoint:
             budget = Budget(budget_requests, budget_seconds)
-            known = probe(endpoint, asked, budget, max_tokens=max_new_tokens, temperature=temperature)
+            known = probe(endpoint, asked, budget, model, max_tokens=max_new_tokens, temperature=temperature)
         known = known.under(stated)
         found = advise(known)
         (partial / "advice.json").write_text(json.dumps(found, indent=2) + "\n")

@@ -389,6 +389,7 @@ def test_the_command_writes_the_advice_and_the_settings(tmp_path: Path) -> None:
         ([], "nothing is known of the service"),
         (["--target", "a", "--endpoint", "b"], "give one of them"),
         (["--service", "a.yaml", "--proposer", "ngram"], "--proposer is measured on a --target"),
+        (["--service", "a.yaml", "--model", "m"], "--model is one of an --endpoint's"),
         (["--target", "a"], "give --prompts FILE"),
         (["--service", "nowhere.yaml"], "nowhere.yaml cannot be read"),
     ],
