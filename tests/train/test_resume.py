@@ -10,10 +10,12 @@ import time
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from killing import draftsmith, kill_until_done, kill_when
+from safetensors.torch import load_file
 from workplace import ON_CPU, build, command, curve, launch, losses, recipe_in, same_weights, torchrun
 
 from draftsmith.errors import UserError
@@ -22,6 +24,7 @@ from draftsmith.recipes.schema import Recipe
 from draftsmith.train.changes import FIXED
 from draftsmith.train.checkpoints import newest
 from draftsmith.train.loop import train
+from draftsmith.train.prepare import rate
 
 EVERY_STEP = ["train.checkpoint_every=1"]
 
@@ -240,8 +243,6 @@ def test_case_10_a_longer_text_limit_keeps_the_draft_vocabulary(workplace, undis
 
 
 def ids(file: Path) -> torch.Tensor:
-    from safetensors.torch import load_file
-
     return load_file(file)["target_ids"]
 
 
@@ -252,6 +253,46 @@ def test_another_number_of_processes_goes_on_with_the_same_rows(workplace, undis
     warned = launch(workplace, torchrun(2, 29621), run.name, "train.max_steps=10", flags=("--resume",))
     assert "written by 1 processes, this run has 2" in warned
     assert losses(run) == pytest.approx(losses(undisturbed), rel=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_case_23_a_resumed_run_is_the_unbroken_one(workplace, precision):
+    """Saved after the second step of the second pass of three, warm-up over: order, rate, losses and weights to the bit."""
+    changes = ["train.epochs=3", "train.warmup=0.13", "train.checkpoint_every=7", f'train.precision="{precision}"']
+    whole, run = workplace / f"whole-{precision}", workplace / f"resumed-{precision}"
+    train(recipe_in(workplace, whole.name, *changes))
+    forget()
+    shutil.copytree(whole, run)
+    shutil.rmtree(run / "checkpoints" / "step-14")
+    torch.manual_seed(99)
+    train(recipe_in(workplace, run.name, *changes), resume=True)
+    assert curve(run) == curve(whole) and curve(run)[6]["lr"] == 1e-2 * rate(6, recipe_in(workplace, "unused", *changes), 15)
+    last = Path("checkpoints") / "step-14"
+    assert same_weights(run / last / "head", whole / last / "head")
+    one, other = (torch.load(each / last / "optimizer.bin", weights_only=False)["state"] for each in (run, whole))
+    for name, held in one.items():
+        assert held["exp_avg"].dtype == torch.float32, "as it is held, not in the precision of the arithmetic"
+        assert torch.equal(held["exp_avg"], other[name]["exp_avg"])
+
+
+@pytest.mark.slow
+def test_two_processes_killed_and_resumed_end_with_the_same_bits(workplace):
+    """SIGKILL to all processes of a launch, in the middle; then the same launch again."""
+    full = [*command(workplace, torchrun(2, 29622), "pair", *EVERY_STEP), "--resume"]
+    run, statuses = workplace / "pair", []
+    for after in (2, 6, 100):
+        process = subprocess.Popen(full, env=ON_CPU, start_new_session=True, stderr=subprocess.PIPE, text=True)
+        while process.poll() is None and logged(run) < after:
+            time.sleep(0.005)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            for left in [each for each in psutil.process_iter(["cmdline"]) if str(run) in " ".join(each.info["cmdline"] or [])]:
+                left.kill()
+        process.communicate(timeout=120)
+        statuses.append(process.returncode)
+    assert statuses == [-signal.SIGKILL, -signal.SIGKILL, 0]
+    launch(workplace, torchrun(2, 29623), "calm-pair", *EVERY_STEP)
+    assert ended_alike(run, workplace / "calm-pair")
 
 
 def test_a_directory_that_a_kill_left_without_its_name_gets_it_back(tmp_path):
