@@ -64,7 +64,7 @@ def main() -> int:
             process.send_signal(signal.Signals[name])
             tally[name] += 1
             statuses.append(process.wait(120))
-        if statuses[-1] not in (0, 75, -signal.SIGKILL):
+        if statuses[-1] not in (0, 75, -signal.SIGKILL, -signal.SIGTERM):  # the last: before Python was up
             raise SystemExit(f"the hunted run ended with status {statuses[-1]}: see {place}/hunted.log")
         note(f"{(time.monotonic() - began) / 60:.1f} min: status {statuses[-1]}, step {curve(place / 'hunted')[-1]['step']}")
     if calm.wait():

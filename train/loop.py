@@ -26,7 +26,7 @@ from .prepare import prepare, start
 from .profiling import profiled
 from .provenance import write_run
 from .run import Run, Spoilt
-from .stopping import Stopping
+from .stopping import Interrupted, Stopping
 from .summary import summarize
 
 MISMATCH = 0.8  # the verifier's τ may fall this far below the simulated one on a few prompts by chance
@@ -50,17 +50,18 @@ def train(
     if recipe.train.on_policy and accelerator.distributed_type == DistributedType.FSDP:
         raise UserError("train.on_policy drafts with the whole head, which FSDP shards: launch with DDP, or set it to 0.")
     out = Path(recipe.output)
-    checkpoint = to_resume(recipe, out, accelerator) if resume else None
-    if not resume:
-        refuse_existing(out, force)
-    run = prepare(recipe, accelerator, out, checkpoint)
-    claim(accelerator, out, checkpoint)
-    write_run(run.accelerator, recipe, run.target, run.data, out)
-    if checkpoint:
-        checkpoints.load(accelerator, checkpoint)
-    log = Log(accelerator, out, recipe, checkpoint.metrics if checkpoint else 0, run.steps)
-    with told_plainly(run), Stopping() as stopping:
-        stopped_at = go_on(run, checkpoint.step if checkpoint else 0, score, log, stopping, profile)
+    with Stopping() as stopping:
+        checkpoint = to_resume(recipe, out, accelerator) if resume else None
+        if not resume:
+            refuse_existing(out, force)
+        run = prepare(recipe, accelerator, out, checkpoint)
+        claim(accelerator, out, checkpoint)
+        write_run(run.accelerator, recipe, run.target, run.data, out)
+        if checkpoint:
+            checkpoints.load(accelerator, checkpoint)
+        log = Log(accelerator, out, recipe, checkpoint.metrics if checkpoint else 0, run.steps)
+        with told_plainly(run):
+            stopped_at = go_on(run, checkpoint.step if checkpoint else 0, score, log, stopping, profile)
     run.train.flush()
     log.tracker.finish()
     steps, data = run.steps, run.data
@@ -80,14 +81,17 @@ def train(
 def go_on(run: Run, done: int, score: Score | None, log: Log, stopping: Stopping, profile: int) -> int | None:
     """Take the steps after ``done``, ``profile`` of them traced; returns that after which a signal ended the run, or None."""
     settings, accelerator = run.recipe.train, run.accelerator
-    evaluates = settings.eval_every or run.steps
-    if done not in log.evaluated and (done % evaluates == 0 or done == run.steps):
-        evaluate(run, done, score, log)
+    every = settings.eval_every or run.steps
+    owed = done not in log.evaluated and (done % every == 0 or done == run.steps)
+    if owed and not evaluated(run, done, score, log, stopping):
+        if done == 0:
+            save(run, 0, log)
+        return done
     row: dict[str, Any] = {}
     again: int | None = None  # when to try again to write a checkpoint that could not be written
     bar = Progress("training", run.steps, done=done, show=accelerator.is_main_process)
     tracing = profiled(profile if accelerator.is_main_process else 0, done + 1, run.steps, run.out / "profile")
-    with bar, tracing as traced:
+    with bar, tracing as traced, stopping.interruptible(False):
         sums = DepthSums.zeros(run.recipe.head.depths, accelerator.device)
         for step in range(done + 1, run.steps + 1):
             rows = run.global_batch(step - 1)
@@ -99,8 +103,9 @@ def go_on(run: Run, done: int, score: Score | None, log: Log, stopping: Stopping
                 spoilt(run, step, rows, str(error))
             traced()
             stops, last = run.anywhere(stopping.asked is not None), step == run.steps
+            evaluates = step % every == 0 or last
             saves = stops or step == again or bool(settings.checkpoint_every and step % settings.checkpoint_every == 0)
-            if step % settings.log_every == 0 or saves or last:  # what a checkpoint covers is logged before it
+            if step % settings.log_every == 0 or saves or evaluates:  # what a checkpoint covers is logged before it
                 report = sums.reduced(accelerator).report(run.shares)
                 pace = run.pace.row(accelerator, run.steps - step, run.train.lost)
                 row = {"step": step, "lr": run.lr, **report, **pace}
@@ -109,12 +114,14 @@ def go_on(run: Run, done: int, score: Score | None, log: Log, stopping: Stopping
             bar.advance(1, brief(row))
             if saves:
                 again = None if save(run, step, log) else step + settings.log_every
+            if evaluates and not stops and not evaluated(run, step, score, log, stopping):
+                stops = True
+                if not saves:
+                    again = None if save(run, step, log) else step
+            if stops and again:
+                raise UserError(f"stopped after step {step} without a checkpoint of it: make room, then --resume.")
             if stops:
-                if again:
-                    raise UserError(f"stopped after step {step} without a checkpoint of it: make room, then --resume.")
                 return step
-            if step % evaluates == 0 or last:
-                evaluate(run, step, score, log)
     return None
 
 
@@ -167,6 +174,16 @@ def claim(accelerator: Accelerator, out: Path, checkpoint: checkpoints.Checkpoin
         for left in (*out.glob(".head.*"), *out.glob("checkpoints/.step-*")):  # by a kill
             shutil.rmtree(left)
     accelerator.wait_for_everyone()
+
+
+def evaluated(run: Run, step: int, score: Score | None, log: Log, stopping: Stopping) -> bool:
+    """Evaluate; False where a signal ended that. Several processes, which must meet again, finish it."""
+    try:
+        with stopping.interruptible(run.accelerator.num_processes == 1):
+            evaluate(run, step, score, log)
+    except Interrupted:
+        return False
+    return True
 
 
 def evaluate(run: Run, step: int, score: Score | None, log: Log) -> None:

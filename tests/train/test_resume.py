@@ -136,6 +136,36 @@ def test_a_second_signal_stops_at_once(workplace):
     assert process.returncode in (-signal.SIGTERM, 75), "75 where the step was over before the second one came"
 
 
+@pytest.mark.parametrize("moment", ["preparing", "the first evaluation", "a later evaluation"])
+def test_a_signal_outside_of_a_step_stops_there(workplace, undisturbed, moment, monkeypatch):
+    """Nothing is lost by it: the run goes on to the same bits."""
+    run = workplace / moment.replace(" ", "-")
+
+    def told(*_: object) -> float:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+        return 0.0
+
+    if moment == "preparing":
+        monkeypatch.setattr("draftsmith.train.loop.prepare", told)
+        with pytest.raises(SystemExit) as stopped:
+            train(recipe_in(workplace, run.name, *EVERY_STEP))
+        assert stopped.value.code == 75 and not run.exists()
+        monkeypatch.undo()
+    else:
+        first = moment == "the first evaluation"
+        scores = iter([told] if first else [lambda *_: 1.0, told])
+        changes = ["train.checkpoint_every=100"]
+        result = train(recipe_in(workplace, run.name, *changes), score=lambda *each: next(scores)(*each))
+        assert result["stopped"] == "SIGTERM" and result["steps"] == (0 if first else 5)
+        assert not any(row["step"] == result["steps"] for row in curve(run, "held_out"))
+    forget()
+    train(recipe_in(workplace, run.name, *EVERY_STEP), resume=True)
+    last = Path("checkpoints") / "step-10" / "head"
+    assert same_weights(run / last, undisturbed / last)
+    assert [row["step"] for row in curve(run, "held_out")] == [0, 5, 10]
+
+
 def spoil_byte(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
