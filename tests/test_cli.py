@@ -89,7 +89,9 @@ def test_train_leaves_the_run_directory(place: Path):
 
 def test_train_resumes_and_replaces_only_when_told(place: Path, tmp_path: Path):
     out = f"output={tmp_path / 'again'}"
-    assert draftsmith("train", place / "recipe.yaml", "--set", out).code == 0
+    first = draftsmith("train", place / "recipe.yaml", "--set", out, "--profile", "1")
+    assert first.code == 0 and f"{tmp_path}/again/head" in first.out and "draftsmith export" in first.out
+    assert [file.name for file in sorted((tmp_path / "again" / "profile").iterdir())] == ["steps-3-3.json.gz", "steps-3-3.txt"]
     resumed = draftsmith("train", place / "recipe.yaml", "--set", out, "--set", "train.max_steps=4", "--resume", "--json")
     assert resumed.document["steps"] == 4
     assert draftsmith("train", place / "recipe.yaml", "--set", out, "--force").code == 0
