@@ -11,7 +11,7 @@ from .console import note
 from .errors import first_line
 
 TRACKERS = ("tensorboard", "wandb")
-LAST_WORDS = 120  # seconds that wandb may take to send what is left at the end; the files stay where they are
+LAST_WORDS = 20  # seconds for wandb to send what is left at the end: torchrun leaves a stopped run 30, and the files stay
 
 
 class Tracker:

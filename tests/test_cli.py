@@ -92,6 +92,8 @@ def test_train_resumes_and_replaces_only_when_told(place: Path, tmp_path: Path):
     first = draftsmith("train", place / "recipe.yaml", "--set", out, "--profile", "1")
     assert first.code == 0 and f"{tmp_path}/again/head" in first.out and "draftsmith export" in first.out
     assert [file.name for file in sorted((tmp_path / "again" / "profile").iterdir())] == ["steps-3-3.json.gz", "steps-3-3.txt"]
+    table = (tmp_path / "again" / "profile" / "steps-3-3.txt").read_text()
+    assert all(part in table for part in ("hidden states", "head and losses", "backward"))
     resumed = draftsmith("train", place / "recipe.yaml", "--set", out, "--set", "train.max_steps=4", "--resume", "--json")
     assert resumed.document["steps"] == 4
     assert draftsmith("train", place / "recipe.yaml", "--set", out, "--force").code == 0

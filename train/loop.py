@@ -74,7 +74,7 @@ def train(
         return {**result, "steps": stopped_at, "of": steps, "stopped": stopping.asked or "a signal to another process"}
     result |= {"steps": steps}
     if accelerator.is_main_process:
-        result["summary"] = summarize(recipe, out, data, steps, time.perf_counter() - began)
+        result["summary"] = summarize(recipe, out, data, log, time.perf_counter() - began)
     return result
 
 

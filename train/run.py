@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch.profiler import record_function
 
 from ..console import Progress, note
 from ..data.batches import epoch_plan, share
@@ -102,7 +103,8 @@ class Run:
         """
         end = min(self.steps, (step - 1) // self.steps_per_epoch * self.steps_per_epoch + self.steps_per_epoch)
         self.train.expect(self.own_rows(self.global_batch(later) for later in range(step - 1, end)))
-        batches = list(self.micro_batches(self.train, rows))
+        with record_function("hidden states"):  # a name in the traces of --profile, as below
+            batches = list(self.micro_batches(self.train, rows))
         if step > self.steps * (1 - self.recipe.train.on_policy):
             batches = [self.rollouts(batch, step) for batch in batches]
         taught = [self.taught(batch, step) for batch in batches]
@@ -118,9 +120,11 @@ class Run:
         for i, batch in enumerate(batches):
             last = i == len(batches) - 1
             with self.accelerator.autocast(), nullcontext() if last else self.accelerator.no_sync(self.head):
-                loss, seen = self.judged(batch, taught[i], counts)
-                # DDP and FSDP average gradients over processes; the sum is what is wanted
-                self.accelerator.backward(loss * self.accelerator.num_processes)
+                with record_function("head and losses"):
+                    loss, seen = self.judged(batch, taught[i], counts)
+                with record_function("backward"):
+                    # DDP and FSDP average gradients over processes; the sum is what is wanted
+                    self.accelerator.backward(loss * self.accelerator.num_processes)
             total += loss.detach()
             sums.add(seen)
         norms = [float(norm) for norm in self.clip()]

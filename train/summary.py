@@ -12,33 +12,33 @@ from ..errors import first_line
 from ..heads.engines.registry import exports, served
 from ..outputs import write_whole
 from ..recipes.schema import Recipe
+from .log import Log
 from .pace import clock, short
 
 
-def summarize(recipe: Recipe, out: Path, data: dict[str, Any], step: int, seconds: float) -> dict[str, Any]:
-    """A run's summary.json, which is also returned: the numbers of its metrics.jsonl up to ``step``, over all its starts.
+def summarize(recipe: Recipe, out: Path, data: dict[str, Any], log: Log, seconds: float) -> dict[str, Any]:
+    """A finished run's summary.json, which is also returned: the numbers of its metrics.jsonl, over all its starts.
 
     ``data``: as in run.json. ``seconds``: what this start took from the clock. In the summary ``seconds`` are those within
     steps (``training``), of evaluations (``evaluation``) and of this start (``this_start``), and the rates are those of
-    training; ``tau_by`` tells whether ``best_tau`` is "by the verifier" or "simulated"; ``skipped`` holds rows dropped at
-    reading by reason, rows found damaged in a store, and steps not taken; ``next`` the commands that go on with the head.
+    training; ``best_tau`` and ``best_step`` are the written head's (None: none could be), by the verifier or simulated, as
+    ``tau_by`` says; ``skipped`` holds rows dropped at reading by reason, rows found damaged in a store, and steps not taken;
+    ``next`` the commands that go on with the head.
     """
     rows = [json.loads(row) for row in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     train, held_out = ([row for row in rows if row["part"] == part] for part in ("train", "held_out"))
-    taus = {row["step"]: row.get("tau", row["tau_sim"]) for row in held_out}
-    best = max(taus, key=lambda each: taus[each])  # the first of several, as with the head that stays
     training = sum(row["seconds"] for row in train)
     tokens, supervised = (sum(row[name] for row in train) for name in ("tokens", "supervised_tokens"))
     summary = {
-        "steps": step,
+        "steps": log.steps,
         "seconds": {"training": training, "evaluation": sum(row["seconds"] for row in held_out), "this_start": seconds},
         "tokens": tokens,
         "supervised_tokens": supervised,
         "tokens_per_s": tokens / training if training else 0.0,
         "supervised_tokens_per_s": supervised / training if training else 0.0,
-        "best_tau": taus[best],
-        "best_step": best,
-        "tau_by": "by the verifier" if "tau" in held_out[-1] else "simulated",
+        "best_tau": log.best,
+        "best_step": log.best_step,
+        "tau_by": "by the verifier" if any("tau" in row for row in held_out) else "simulated",
         "head": str(out / "head"),
         "skipped": {
             "rows": {part: about["reasons"] for part, about in data.items() if "reasons" in about},
@@ -75,11 +75,16 @@ def told(summary: dict[str, Any]) -> str:
     fast = f"{short(summary['tokens_per_s'])} tokens/s, {summary['peak_memory'] / 2**30:.1f} GiB at the most"
     lost = [f"{part} rows dropped ({listed(Counter(reasons))})" for part, reasons in skipped["rows"].items() if reasons]
     lost += [f"{skipped[key]} {word}" for key, word in (("damaged_rows", "damaged rows"), ("steps", "steps")) if skipped[key]]
+    best = "no head could be written"
+    if summary["best_tau"] is not None:
+        best = (
+            f"best head (τ {summary['best_tau']:.3f}, {summary['tau_by']}, of step {summary['best_step']}): {summary['head']}"
+        )
     lines = [
         f"{summary['steps']} steps: {clock(spent['training'])} of training, {clock(spent['evaluation'])} of evaluations",
         f"{read}, {fast}",
         *([f"left out: {', '.join(lost)}"] if lost else []),
-        f"best head (τ {summary['best_tau']:.3f}, {summary['tau_by']}, of step {summary['best_step']}): {summary['head']}",
+        best,
         "next:",
         *(f"  {command}" for command in summary["next"]),
     ]
