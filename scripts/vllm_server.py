@@ -1,5 +1,6 @@
 """vLLM's own server on loopback, in float32 on one thread, for checks that ask a real engine."""
 
+import json
 import os
 import signal
 import socket
@@ -49,10 +50,24 @@ def server(python: Path, path: str, name: str, log_to: Path, more: Sequence[obje
                 os.killpg(process.pid, signal.SIGKILL)  # the processes that it may have left behind
 
 
+def extracting(layers: Sequence[int], folder: Path) -> list[object]:
+    """Arguments for a server that writes the hidden states of ``layers`` into ``folder``."""
+    asked = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}}
+    method = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": asked}
+    connector = {
+        "kv_connector": "CpuHiddenStatesConnector",
+        "kv_connector_module_path": "vllm_hidden_states",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+    }
+    return ["--speculative-config", json.dumps(method), "--kv-transfer-config", json.dumps(connector)]
+
+
 def environment() -> dict[str, str]:
     """Ours without what would lead the engine's Python to our packages; one thread, and room for a few sequences."""
     ours = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
     asked = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    asked["PYTHONPATH"] = str(Path(__file__).resolve().parent)  # vllm_hidden_states
     return {**ours, **asked, "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 
 
