@@ -7,7 +7,7 @@ SOURCES := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test parity regenerate-check advise-check faults lint types wheel clean
+.PHONY: help demo test parity regenerate-check engine-check advise-check faults lint types wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' Makefile
@@ -23,6 +23,9 @@ parity: .venv/ready .venv-vllm/ready ## compare our acceptance counts with the v
 
 regenerate-check: .venv/ready .venv-vllm/ready ## rewrite answers through a vLLM server and in process: the texts must agree
 	$(BIN)/python scripts/check_regenerate.py
+
+engine-check: .venv/ready .venv-vllm/ready ## take hidden states from a vLLM server: they, a store and a training run must be the target's
+	$(BIN)/python scripts/check_engine_features.py
 
 advise-check: .venv/ready .venv-vllm/ready ## probe a vLLM server as advise does: its own metrics must agree with what was timed
 	$(BIN)/python scripts/check_advise.py

@@ -10,7 +10,7 @@ from typing import IO, Annotated
 import typer
 
 from .console import AsJson, Debug, Dtype, Force, Out, Progress, Seed, command_line, show
-from .data import audit, audit_page, audit_text, extract, regenerate, synthesize, upkeep
+from .data import audit, audit_page, audit_text, extract, interchange, regenerate, synthesize, upkeep
 from .data.conversations import Reading, read_conversations
 from .data.engine import Engine, EngineStates, layers_for
 from .data.examples import prepare, sha256
@@ -333,6 +333,56 @@ def tap_list(text: str) -> list[int]:
         return [int(word) for word in text.split(",") if word.strip()]
     except ValueError as error:
         raise UserError(f"--taps {text!r} is no list of layers: write numbers with commas, such as 2,15,27.") from error
+
+
+@data_app.command("import")
+def import_states(
+    prepared: Annotated[Path, typer.Argument(help="a data set as speculators prepares it: input_ids and loss_mask")],
+    target: TargetName,
+    layers: Annotated[str, typer.Option(help="the layers in its files, such as 2,15,27,30; nothing in them names these")],
+    out: Out,
+    files: Annotated[
+        Path | None, typer.Option(help="the folder of hs_N.safetensors; default: hidden_states in the data set's")
+    ] = None,
+    taps: Annotated[
+        str | None, typer.Option(help="the layers to keep; default: all but the last, which is kept behind the final norm")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="of the stored states: " + ", ".join(DTYPES))] = "bfloat16",
+    target_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda:0, ...: where the final norm runs")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="make a row without states an error")] = False,
+    force: Force = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Make a feature store of hidden-state files as speculators and hs-connectors write them; no layer is loaded."""
+    refuse_existing(out, force)
+    loaded, named = Ends.load(target, target_dtype, device), tap_list(layers)
+    rows = interchange.PreparedRows(prepared, files or prepared / interchange.FOLDER, strict)
+    given = interchange.FileStates(rows, loaded, named, tap_list(taps) if taps is not None else named[:-1])
+    nats = given.nats()
+    about = {"hidden_states": {"layers": named, "left_out": dict(rows.left_out), "nats": nats}}
+    with Progress("reading tokens", int(rows.lengths.sum())) as bar:
+        report = extract.extract(
+            loaded, rows, given.taps, out, dtype, about=about, force=force, progress=bar.advance, given=given
+        )
+    left = "".join(f", {count} left out ({reason})" for reason, count in sorted(rows.left_out.items()))
+    text = f"{report['rows']} rows, {report['tokens']} tokens{left}: {out}\nunder them the next tokens cost {nats:.2f} nats"
+    show({**report, "left_out": dict(rows.left_out), "nats": nats, "out": str(out)}, as_json, text)
+
+
+@data_app.command("export")
+def export_states(
+    directory: Annotated[Path, typer.Argument(help="a feature store whose taps end with the target's depth")],
+    out: Out,
+    force: Force = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Write a feature store as a prepared data set with hidden-state files, for speculators."""
+    report = interchange.export(directory, out, force)
+    text = f"{report['rows']} rows, {report['tokens']} tokens, layers {','.join(map(str, report['layers']))}: {out}"
+    show({**report, "out": str(out)}, as_json, text)
 
 
 @data_app.command("merge")

@@ -66,7 +66,8 @@ def main() -> int:
     own = timed(seconds, "training_own", lambda: train(options, path, taps, None, "target"))
     curve = compare_curves(online, own)
     dead = tell(lambda: Engine(url, layers, tries=2).connect(ends, 1))
-    refusals.append({"asked": "a server that is gone", "seen": dead, "ok": "start the engine, or mend" in dead})
+    gone = dead.replace(url.removesuffix("/v1"), "http://127.0.0.1")
+    refusals.append({"asked": "a server that is gone", "seen": gone, "ok": "start the engine, or mend" in gone})
     report = {
         "engine": {"name": "vllm", "version": version},
         "target": DEMO_TARGET,
@@ -100,7 +101,7 @@ def main() -> int:
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare a vLLM server's hidden states with the target's in this process.")
-    parser.add_argument("--rows", type=int, default=24, help="conversations to train on; a quarter as many are held out")
+    parser.add_argument("--rows", type=int, default=16, help="conversations to train on; a quarter as many are held out")
     parser.add_argument("--out", type=Path, default=ROOT / "runs/engine")
     parser.add_argument("--vllm-python", type=Path, default=PYTHON)
     options = parser.parse_args()
