@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -142,9 +143,12 @@ class Target:
         return self.tokenizer
 
     def weights_of(self, module: nn.Module, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """The tensors of one of the model's modules by their names in it: all of them, or those of ``names`` that it has."""
+        """The tensors of one of the model's modules by their names in it: all of them, or those of ``names`` that it has.
+
+        Processes that hold the target together all call this: what is sharded is gathered.
+        """
         held = module.state_dict()
-        return held if names is None else {name: held[name] for name in names if name in held}
+        return {name: whole(held[name]) for name in (held if names is None else names) if name in held}
 
     def check_taps(self, taps: Sequence[int]) -> None:
         """Raise UserError unless the taps are distinct, sorted and within 0..depth."""
@@ -318,6 +322,11 @@ class Target:
             for name in ("keys", "values"):
                 held: Tensor = getattr(layer, name)
                 setattr(layer, name, held[list(rows), :, :width])
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A weight of a target that several processes may hold together, all of which call this: gathered where it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def read_out(model: Any, last: Tensor, device: torch.device) -> Tensor:

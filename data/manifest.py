@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from ..errors import UserError
 from ..outputs import sync
-from ..target import Target
+from ..target import Target, whole
 from .chat import Encoded
 from .precision import DTYPES, bytes_per_token, group_size
 
@@ -209,7 +209,7 @@ def weights_digest(target: Target) -> str:
     for name, weight in sorted(target.model.named_parameters()):
         if weight.is_meta:
             return UNSEEN
-        flat = weight.detach().flatten()
+        flat = whole(weight.detach()).flatten()
         sample = flat[:: max(1, len(flat) // SAMPLED)][:SAMPLED].float().cpu().numpy()
         digest.update(name.encode() + sample.tobytes())
     return digest.hexdigest()[:16]

@@ -77,8 +77,9 @@ class EagleHead(RecurrentHead):
         for layer in self.further:
             layer.input_layernorm.weight.mul_(typical / scale)
         entry: Any = target.layers[-min(len(self.stack), target.depth)]
+        entry_scale = target.weights_of(entry.input_layernorm)["weight"]
         for reads in (self.layer.self_attn.q_proj, self.layer.self_attn.k_proj, self.layer.self_attn.v_proj):
-            reads.weight.mul_(entry.input_layernorm.weight.to(scale.device) / scale)
+            reads.weight.mul_(entry_scale.to(scale.device) / scale)
         self.fc.weight[:, target.hidden_size :].copy_(KEPT * torch.eye(target.hidden_size))
         if self.options.bias:
             self.fc.bias.zero_()

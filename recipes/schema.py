@@ -20,6 +20,18 @@ class TargetSection(Section):
     name: str = Field(description="a model directory, a hub id or a .gguf file")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str | None = Field(default=None, description="null: each process's own device; auto: spread over all devices")
+    parallel: Literal["fsdp", "tp"] | None = Field(
+        default=None, description="null: every process holds the target; fsdp: its layers are sharded; tp: every layer is split"
+    )
+    group: int | None = Field(default=None, ge=2, description="processes that hold one target together; null: all of them")
+
+    @model_validator(mode="after")
+    def is_held_one_way(self) -> Self:
+        if self.parallel and self.device:
+            raise ValueError("device and parallel are two ways to spread a target: leave one of them out")
+        if self.group and not self.parallel:
+            raise ValueError("group is read with parallel alone: set parallel to fsdp or tp, or take group out")
+        return self
 
 
 class EngineSection(Section):
@@ -223,6 +235,24 @@ class Recipe(Section):
             )
         if self.data.engine and self.train.on_policy:
             raise ValueError("train.on_policy runs the target, whose layers data.engine leaves to the engine: set it to 0")
+        return self
+
+    @model_validator(mode="after")
+    def runs_the_target_evenly(self) -> Self:
+        """Processes that hold a target together must run it equally often."""
+        held, features = self.target.parallel, self.data.features
+        if held and self.data.engine:
+            raise ValueError("data.engine leaves the target's layers to the engine: take target.parallel out")
+        if (held and features == "write-through") or (held == "fsdp" and features == "memory"):
+            raise ValueError(
+                f"with target.parallel {held} every process must run the target for every batch, which data.features "
+                f"{features} spares some of them: set data.features to online, or extract a store first"
+            )
+        if held == "fsdp" and self.train.on_policy:
+            raise ValueError(
+                "train.on_policy runs the target as often as a process's own rows ask for, which target.parallel fsdp cannot: "
+                "set it to 0, or target.parallel to tp"
+            )
         return self
 
     def sources(self, part: str) -> list[str]:

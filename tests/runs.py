@@ -39,22 +39,23 @@ def recipe_in(place: Path, out: str, *changes: str) -> Recipe:
     return load_recipe(place / "recipe.yaml", [f"output={place}/{out}", *changes])
 
 
-def launch(place: Path, processes: int, out: str, *changes: str) -> str:
-    """Train in ``processes`` CPU processes through ``accelerate launch``; returns what they said on stderr."""
+def start(processes: int, *program: str) -> str:
+    """Run a module or script in ``processes`` CPU processes through ``accelerate launch``; returns its stdout and stderr."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes)]
     command += ["--main_process_port", "0", "--config_file", str(CONFIGS / "cpu.yaml")] if processes > 1 else ["--cpu"]
-    command += ["-m", "draftsmith.train", str(place / "recipe.yaml")]
-    done = subprocess.run(
-        [*command, *(f"--set={change}" for change in (f"output={place}/{out}", *changes))],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, *program], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def launch(place: Path, processes: int, out: str, *changes: str) -> str:
+    """Train in ``processes`` CPU processes; returns what they said."""
+    settings = (f"--set={change}" for change in (f"output={place}/{out}", *changes))
+    said = start(processes, "-m", "draftsmith.train", str(place / "recipe.yaml"), *settings)
     run = json.loads((place / out / "run.json").read_text())
     assert run["processes"] == processes
-    return done.stderr
+    return said
 
 
 def curve(run: Path, part: str = "train") -> list[dict]:

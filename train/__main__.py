@@ -31,7 +31,8 @@ def verifier_score(recipe: Recipe) -> Score | None:
     shape = parse(recipe.eval.tree)
 
     def score(target: Target, head: DraftHead) -> float:
-        result = measure(target, HeadProposer(head, shape), prompts, recipe.eval.max_new_tokens, baseline=0, show=True)
+        shown = PartialState().is_main_process
+        result = measure(target, HeadProposer(head, shape), prompts, recipe.eval.max_new_tokens, baseline=0, show=shown)
         return result["tau"]
 
     return score

@@ -205,6 +205,8 @@ def evaluate(run: Run, step: int, score: Score | None, log: Log) -> None:
         current = report.get("tau", report["tau_sim"])
         if log.best is None or current > log.best:
             keep(head, run.out / "head", step, current, log)
+    elif score is not None and run.recipe.target.parallel:  # the main process's passes go through this one's part, too
+        score(run.target, run.copied())
     log.write({"step": step, "seconds": time.perf_counter() - began, **report}, "held_out")
 
 

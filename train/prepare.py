@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
+from accelerate import Accelerator, PartialState
 from accelerate.utils import parse_flag_from_env
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -32,6 +32,7 @@ from ..recipes.schema import Recipe
 from ..target import Target
 from .checkpoints import Checkpoint, keep_heads_apart
 from .run import Run
+from .sharding import check_held, load_target
 
 
 def start(recipe: Recipe) -> Accelerator:
@@ -42,20 +43,21 @@ def start(recipe: Recipe) -> Accelerator:
     """
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1 and not parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
     cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or (several and not torch.accelerator.is_available())
-    PartialState(cpu=cpu)
+    PartialState(cpu=cpu, timeout=timedelta(minutes=recipe.train.timeout))
     precision = recipe.train.precision
     if precision == "auto":
         on_gpu = str(PartialState().device).startswith("cuda")
         has_bf16 = torch.cuda.is_bf16_supported() if on_gpu else torch.cpu._is_avx512_bf16_supported()
         precision = "bf16" if has_bf16 else "no"
-    patience = InitProcessGroupKwargs(timeout=timedelta(minutes=recipe.train.timeout))
-    return Accelerator(mixed_precision=precision, cpu=cpu, kwargs_handlers=[patience])
+    return Accelerator(mixed_precision=precision, cpu=cpu)
 
 
 def prepare(recipe: Recipe, accelerator: Accelerator, out: Path, checkpoint: Checkpoint | None = None) -> Run:
     """Load the target and the data, make the head, or that of the checkpoint, the optimizer and the schedule."""
-    loads = Ends if recipe.data.engine else Target
-    target = loads.load(recipe.target.name, recipe.target.dtype, recipe.target.device or accelerator.device)
+    if recipe.data.engine:
+        target: Target = Ends.load(recipe.target.name, recipe.target.dtype, recipe.target.device or accelerator.device)
+    else:
+        target = load_target(recipe, accelerator)
     target.tokenizer_or_refuse()
     tallies = {"train": Tally(strict=recipe.data.strict), "held_out": Tally(strict=recipe.data.strict)}
     store = Store(Path(str(recipe.data.store))) if recipe.data.features == "store" else None
@@ -89,6 +91,7 @@ def prepare(recipe: Recipe, accelerator: Accelerator, out: Path, checkpoint: Che
         note(f"draft vocabulary {len(vocabulary.d2t)} of {target.vocab_size}: {share_inside}")
     if recipe.data.engine and head.adapts:
         raise UserError("head.options.lora trains adapters in the target's layers, which data.engine leaves out: take one out.")
+    check_held(recipe, accelerator, head)
     if recipe.train.gradient_checkpointing:
         head.recompute()
     groups = parameter_groups(head, recipe.train.lr)

@@ -23,6 +23,7 @@ from .metrics import DepthSums
 from .objectives import Objective
 from .pace import Pace
 from .rollouts import rollouts
+from .sharding import readers, seat
 from .step import Judge
 
 
@@ -79,8 +80,7 @@ class Run:
 
     def micro_batches(self, source: Source, rows: list[int]) -> Iterator[FeatureBatch]:
         """This process's share of a global batch; where its rows have run out, one row that teaches and counts for nothing."""
-        settings, state = self.recipe.train, self.accelerator
-        for own in share(rows, state.process_index, state.num_processes, settings.micro_batch_size):
+        for own in share(rows, *seat(self.recipe, self.accelerator), self.recipe.train.micro_batch_size):
             batch = source.batch(own or rows[:1])
             if not own:
                 batch.mask.zero_()
@@ -89,9 +89,9 @@ class Run:
 
     def own_rows(self, batches: Iterable[list[int]]) -> Iterator[int]:
         """The rows that this process reads of global batches, in the order in which it does."""
-        settings, state = self.recipe.train, self.accelerator
+        place = seat(self.recipe, self.accelerator)
         for rows in batches:
-            for own in share(rows, state.process_index, state.num_processes, settings.micro_batch_size):
+            for own in share(rows, *place, self.recipe.train.micro_batch_size):
                 yield from own or rows[:1]
 
     def advance(self, step: int, rows: list[int]) -> DepthSums:
@@ -111,7 +111,8 @@ class Run:
         own = [torch.stack([maps.sum() for maps in each]) for each in taught]
         counts = torch.as_tensor(self.accelerator.reduce(torch.stack(own).sum(0), reduction="sum"))
         sums = DepthSums.zeros(self.recipe.head.depths, self.accelerator.device)
-        self.pace.count(batches)
+        leads = self.accelerator.process_index % readers(self.recipe, self.accelerator) == 0
+        self.pace.count(batches if leads else [])
         if not counts.any():
             note(f"rows {rows} supervise nothing: no step is taken")
             self.pace.skipped += 1
@@ -192,6 +193,13 @@ class Run:
         state = self.accelerator.get_state_dict(self.head)
         if not self.accelerator.is_main_process:
             return None
+        return self.built(state)
+
+    def copied(self) -> DraftHead:
+        """A copy of the head that this process holds whole."""
+        return self.built(self.accelerator.unwrap_model(self.head).state_dict())
+
+    def built(self, state: dict[str, Any]) -> DraftHead:
         config = self.accelerator.unwrap_model(self.head).config
         head = KINDS[config.kind](config)
         head.load_state_dict(state)

@@ -1,19 +1,25 @@
 """Several processes: the same rows in the same order and the same curve, however a batch is cut."""
 
+import json
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from runs import curve, launch, settle
+from runs import curve, launch, recipe_in, settle, start
 
 from draftsmith.data.batches import epoch_plan, share
+from draftsmith.errors import UserError
+from draftsmith.target import Target
+
+HELD = Path(__file__).parents[1] / "held_together.py"
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, tiny_target) -> Path:
+def place(tmp_path_factory, tiny_target, lively_target) -> Path:
     """21 rows in batches of 8: the last batch of an epoch holds five, which four processes cannot share evenly."""
-    return settle(tmp_path_factory.mktemp("processes"), tiny_target)
+    own = Target(lively_target.model, tiny_target.tokenizer, "lively")
+    return settle(tmp_path_factory.mktemp("processes"), own)
 
 
 @given(
@@ -42,3 +48,48 @@ def test_one_two_and_four_processes_give_one_curve(place):
                 ours.pop("padding", None), theirs.pop("padding", None)  # follows from the cut
                 assert theirs == pytest.approx(ours, rel=1e-4)
     assert curve(one)[-1]["loss"] < curve(one)[0]["loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("parallel", "seats"), [("fsdp", [[0, 4], [1, 4], [2, 4], [3, 4]]), ("tp", [[0, 2], [0, 2], [1, 2], [1, 2]])]
+)
+def test_a_target_that_processes_hold_together_gives_what_a_whole_one_gives(place, parallel, seats):
+    """Two groups of two processes: hidden states, logits, texts and weights."""
+    said = start(4, str(HELD), str(place / "recipe.yaml"), parallel, "2")
+    found = [json.loads(line.split("FOUND ")[1]) for line in said.splitlines() if "FOUND " in line]
+    assert sorted(each.pop("seat") for each in found) == seats
+    for each in found:
+        assert each.pop("taps") < 1e-5 and each.pop("logits") < 1e-4
+        assert each.pop("share") == pytest.approx(0.5, abs=0.05), "of the layers; a norm may stay whole"
+        assert all(each.values()), each
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["fsdp", "tp"])
+def test_training_on_such_a_target_gives_the_curve_of_one_process(place, parallel):
+    """Verifier and all: its passes on the main process go through the others' parts."""
+    prompts = ["eval.prompts=2", "eval.max_new_tokens=8"]
+    if not (place / "verified").exists():
+        launch(place, 1, "verified", *prompts)
+    launch(place, 2, parallel, f"target.parallel={parallel}", *prompts)
+    for part in ("train", "held_out"):
+        for ours, theirs in zip(curve(place / "verified", part), curve(place / parallel, part), strict=True):
+            assert ours.get("tokens") == theirs.get("tokens") and ours.get("tau") == theirs.get("tau")
+            ours.pop("padding", None), theirs.pop("padding", None)
+            assert theirs == pytest.approx(ours, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["target.parallel=fsdp", "data.features=memory"], "target.parallel fsdp every process must run the target"),
+        (["target.parallel=tp", "data.features=write-through", "data.store=s"], "extract a store first"),
+        (["target.parallel=fsdp", "train.on_policy=0.5"], "train.on_policy"),
+        (["target.parallel=tp", "target.device=auto"], "leave one of them out"),
+        (["target.group=2"], "set parallel to fsdp or tp"),
+    ],
+)
+def test_what_a_target_held_together_cannot_do_is_refused(place, changes, said):
+    with pytest.raises(UserError, match=said):
+        recipe_in(place, "refused", *changes)
