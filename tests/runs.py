@@ -39,20 +39,24 @@ def recipe_in(place: Path, out: str, *changes: str) -> Recipe:
     return load_recipe(place / "recipe.yaml", [f"output={place}/{out}", *changes])
 
 
-def start(processes: int, *program: str) -> str:
+def start(processes: int, *program: str, config: str = "cpu") -> str:
     """Run a module or script in ``processes`` CPU processes through ``accelerate launch``; returns its stdout and stderr."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes)]
-    command += ["--main_process_port", "0", "--config_file", str(CONFIGS / "cpu.yaml")] if processes > 1 else ["--cpu"]
+    command += ["--main_process_port", "0", "--config_file", str(CONFIGS / f"{config}.yaml")] if processes > 1 else ["--cpu"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, *program], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
 
-def launch(place: Path, processes: int, out: str, *changes: str) -> str:
-    """Train in ``processes`` CPU processes; returns what they said."""
+def launch(place: Path, processes: int, out: str, *changes: str, sharded: bool = False) -> str:
+    """Train in ``processes`` CPU processes, the head ``sharded`` by FSDP2 or whole on each; returns what they said."""
     settings = (f"--set={change}" for change in (f"output={place}/{out}", *changes))
-    said = start(processes, "-m", "draftsmith.train", str(place / "recipe.yaml"), *settings)
+    if sharded:
+        program = ["--mixed_precision", "no", str(Path(__file__).parent / "fsdp_on_cpus.py")]
+        said = start(processes, *program, str(place / "recipe.yaml"), *settings, config="fsdp")
+    else:
+        said = start(processes, "-m", "draftsmith.train", str(place / "recipe.yaml"), *settings)
     run = json.loads((place / out / "run.json").read_text())
     assert run["processes"] == processes
     return said

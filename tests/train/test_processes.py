@@ -66,6 +66,18 @@ def test_a_target_that_processes_hold_together_gives_what_a_whole_one_gives(plac
 
 
 @pytest.mark.slow
+def test_a_sharded_head_gives_the_curve_of_a_whole_one_and_recomputes(place):
+    launch(place, 1, "whole")
+    launch(place, 2, "sharded", "train.gradient_checkpointing=true", "train.checkpoint_every=4", sharded=True)
+    checkpoint = place / "sharded" / "checkpoints" / "step-4"
+    assert list(checkpoint.rglob("*fsdp*")), "accelerate did shard it"
+    for part in ("train", "held_out"):
+        for ours, theirs in zip(curve(place / "whole", part), curve(place / "sharded", part), strict=True):
+            ours.pop("padding", None), theirs.pop("padding", None)
+            assert theirs == pytest.approx(ours, rel=1e-4)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["fsdp", "tp"])
 def test_training_on_such_a_target_gives_the_curve_of_one_process(place, parallel):
     """Verifier and all: its passes on the main process go through the others' parts."""
