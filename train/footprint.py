@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..data.engine import layers_for
 from ..data.precision import bytes_per_token
 from ..heads.base import DraftHead
 from ..recipes.schema import Recipe
@@ -45,10 +46,10 @@ def memory(recipe: Recipe, target: Target, head: DraftHead, dtype: torch.dtype, 
     per_row = row_bytes(target.vocab_size, sizes)
     rows = min(lines * length, fitting_rows(device, per_row))
     tokens = f"{lines} conversations x {length:,} tokens (train.micro_batch_size, data.max_length)"
+    loaded = ends(target) if recipe.data.engine else numbers(target.model)
     found = {
         "target weights": Amount(
-            numbers(target.model) * dtype.itemsize,
-            f"{numbers(target.model):,} parameters x {dtype.itemsize} bytes ({name(dtype)}), {spread(recipe)}",
+            loaded * dtype.itemsize, f"{loaded:,} parameters x {dtype.itemsize} bytes ({name(dtype)}), {spread(recipe)}"
         ),
         "head weights": Amount((trained + frozen) * FLOAT32, f"{trained + frozen:,} parameters x 4 bytes (float32)"),
         "gradients": Amount(
@@ -70,7 +71,18 @@ def memory(recipe: Recipe, target: Target, head: DraftHead, dtype: torch.dtype, 
     }
     if half:
         found["autocast"] = Amount(2 * trained, f"{trained:,} trained parameters x 2 bytes (their bfloat16 copies)")
+    if recipe.data.engine:
+        ahead, layers = recipe.data.engine.ahead, len(recipe.data.engine.layers or layers_for(head.config.taps, target.depth))
+        size = layers * target.hidden_size * dtype.itemsize
+        found["states ahead"] = Amount(
+            ahead * length * size, f"{ahead} conversations (data.engine.ahead) x {length:,} tokens x {size:,} bytes"
+        )
     return found
+
+
+def ends(target: Target) -> int:
+    """The numbers in a target's embedding and output head, tied ones once; its final norm is next to nothing."""
+    return sum({id(p): p.numel() for end in (target.embed, target.output_head) for p in end.parameters()}.values())
 
 
 def arithmetic(target: Target, head: DraftHead, length: int) -> dict[str, float]:
@@ -169,6 +181,8 @@ def score_bytes(head: DraftHead, length: int) -> float:
 
 
 def spread(recipe: Recipe) -> str:
+    if recipe.data.engine:
+        return "embedding and output head alone (data.engine), on every process"
     return "over all devices (target.device: auto)" if recipe.target.device == "auto" else "whole on every process"
 
 

@@ -161,3 +161,12 @@ def test_a_dry_run_fetches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     found = dry_run(load_recipe("demo"))
     assert found["target"]["parameters"] == 134_515_008 and not list(tmp_path.iterdir())
     assert any("SmolLM2-135M-Instruct.json" in each for each in found["unresolved"])
+
+
+def test_an_engine_leaves_the_ends_of_a_70b_and_the_states_ahead() -> None:
+    """Embedding and output head of Llama 3 70B: 2 x 128256 x 8192 bfloat16 numbers; states of three taps and the last layer."""
+    changes = ["data.engine.url=http://x/v1", "data.engine.ahead=10", "eval.prompts=0", "target.dtype=bfloat16"]
+    recipe = load_recipe("eagle3-llama3-8b", [*changes, "target.name=meta-llama/Llama-3.3-70B-Instruct", "head.taps=null"])
+    memory = dry_run(recipe)["memory"]
+    assert memory["target weights"]["GB"] == pytest.approx(2 * 128256 * 8192 * 2 / 1e9, rel=1e-3)
+    assert memory["states ahead"]["GB"] == pytest.approx(10 * recipe.data.max_length * 4 * 8192 * 2 / 1e9, rel=1e-3)
