@@ -11,7 +11,7 @@ from typing import Any, Literal
 from . import acceptance
 from .checklist import DOMINATED, REPEATS, checklist, condition, elsewhere, fits, prefill_share
 from .load import balance
-from .outlook import KEEP, WORTH, Outcome, Plan, World, chosen, last, most_with_drafts, plans, schedule, sweep, world
+from .outlook import KEEP, WORTH, Outcome, Plan, World, batches, chosen, last, most_with_drafts, plans, schedule, sweep, world
 from .service import Acceptance, ProposerFacts, Service
 from .settings import Wish, settings
 from .speedup import Prediction, end_to_end
@@ -294,12 +294,15 @@ def numbers(around: World, plan: Plan, decision: Decision) -> list[str]:
     edge = now.break_even * WORTH
     found = [f"τ {'below' if now.tau > edge else 'above'} {edge:.2f} at the usual load (now {now.tau:.2f})"]
     upto = last(around, plan, lambda each: each.speedup >= 1)
-    if upto < around.most:
-        rate = around.given(max(upto, 1)) / around.output * around.service.replicas
-        found.append(
-            f"{'more' if decision.verdict == 'on' else 'fewer'} than {upto} running requests a replica (about {rate:.2f} "
-            "requests per second), where the gain ends"
-        )
+    if upto:
+        turn = upto if upto < around.most else None
+        words = f"{'more' if decision.verdict == 'on' else 'fewer'} than {{}}{{}}, where the gain ends"
+    else:
+        turn = next((batch for batch in batches(around.most) if plan.at(batch).speedup >= 1), None)
+        words = "at least {}{}, where the gain begins"
+    if turn:
+        rate = around.given(turn) / around.output * around.service.replicas
+        found.append(words.format(turn, f" running requests a replica (about {rate:.2f} requests per second)"))
     elif plan.peak.saturated:
         found.append("fewer requests per second: plain decoding cannot serve the peak")
     return found
@@ -352,7 +355,7 @@ def sentences(advice: dict[str, Any]) -> str:
             seen = f"predicted {own['predicted']:.2f}, measured {own['measured']:.2f}"
             lines.append(f"One request at a time, {each['proposer']}: {seen}.")
     between = advice["hysteresis"]
-    if between and between["on_up_to"] < advice["predicted"][-1]["batch"]:
+    if between and 0 < between["on_up_to"] < advice["predicted"][-1]["batch"]:
         lines += ["", f"Draft with up to {between['on_up_to']} running requests, and stop above {between['off_above']}."]
     if advice["would_change"]:
         lines += ["", "This would change with:", *(f"  {each}" for each in advice["would_change"])]

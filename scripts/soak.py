@@ -1,6 +1,6 @@
 """Train under random SIGKILL and SIGTERM for half an hour beside an undisturbed run; both must end with the same weights.
 
-    python scripts/soak.py [--minutes 30] [--out runs/soak] [--between 20 60] [--seed 0]
+    python scripts/soak.py [--minutes 30] [--steps N] [--out runs/soak] [--between 20 60] [--seed 0]
 
 Not part of the tests. Writes runs/soak/report.json; the exit status is 0 where the weights are equal to the bit.
 """
@@ -42,13 +42,15 @@ def step_seconds(place: Path) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--steps", type=int, help="of the run; default: as many as take those minutes here, by a short run")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "soak")
     parser.add_argument("--between", type=float, nargs=2, default=[20, 60], help="seconds from one signal to the next")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     shutil.rmtree(options.out, ignore_errors=True)
     place = tiny(options.out)
-    steps = round(options.minutes * 60 * 0.7 / step_seconds(place))  # the rest goes into starting again and again
+    usual = options.minutes * 60 * 0.7  # the rest goes into starting again and again
+    steps = options.steps or round(usual / step_seconds(place))
     every = max(1, steps // 400)
     changes = [f"train.max_steps={steps}", f"train.checkpoint_every={every}", f"train.log_every={every}"]
     changes += [f"train.eval_every={max(1, steps // 20)}", "train.lr=1e-4"]
@@ -73,7 +75,7 @@ def main() -> int:
     equal = same_weights(place / "calm" / last, place / "hunted" / last)
     best = same_weights(place / "calm" / "head", place / "hunted" / "head")
     report = {
-        "command": f"python scripts/soak.py --minutes {options.minutes:g}",
+        "command": f"python scripts/soak.py --minutes {options.minutes:g} --steps {steps}",
         "minutes": (time.monotonic() - began) / 60,
         "steps": steps,
         "checkpoint_every": every,

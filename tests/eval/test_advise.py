@@ -398,3 +398,15 @@ def test_what_does_not_go_together_is_told(tmp_path: Path, arguments: list[str],
     done = run(*arguments, "--out", tmp_path / "out")
     assert isinstance(done.exception, UserError) and told in str(done.exception)
     assert not (tmp_path / "out").exists()
+
+
+def test_where_a_lone_request_does_not_gain_it_says_where_the_gain_begins() -> None:
+    """A processor with a poor kernel for few tokens: four sequences gain, one loses."""
+    costs = step_costs({1: 0.9, 2: 0.95, 4: 1.3, 8: 1.3}, 2.0, 2)
+    proposer = chain("eagle3", 2.0, 2, **AS_IT_IS)
+    found = advise(
+        healthy(qps=None, closed=True, batch=Middle(p50=1, p95=1), step_costs=costs, proposers=[proposer], max_batch=8)
+    )
+    assert found["verdict"] == "not-yet"
+    assert any(each.startswith("at least 3 running requests") and "begins" in each for each in found["would_change"])
+    assert "up to 0 running" not in sentences(found) and "than 0 running" not in sentences(found)
