@@ -49,12 +49,12 @@ def start(processes: int, *program: str, config: str = "cpu") -> str:
     return done.stdout + done.stderr
 
 
-def launch(place: Path, processes: int, out: str, *changes: str, sharded: bool = False) -> str:
-    """Train in ``processes`` CPU processes, the head ``sharded`` by FSDP2 or whole on each; returns what they said."""
+def launch(place: Path, processes: int, out: str, *changes: str, sharded: str | None = None) -> str:
+    """Train in ``processes`` CPU processes, the head whole on each or ``sharded`` by a config; returns what they said."""
     settings = (f"--set={change}" for change in (f"output={place}/{out}", *changes))
     if sharded:
         program = ["--mixed_precision", "no", str(Path(__file__).parent / "fsdp_on_cpus.py")]
-        said = start(processes, *program, str(place / "recipe.yaml"), *settings, config="fsdp")
+        said = start(processes, *program, str(place / "recipe.yaml"), *settings, config=sharded)
     else:
         said = start(processes, "-m", "draftsmith.train", str(place / "recipe.yaml"), *settings)
     run = json.loads((place / out / "run.json").read_text())

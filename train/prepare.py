@@ -41,7 +41,12 @@ def start(recipe: Recipe) -> Accelerator:
     Where a launcher starts several processes and there is no accelerator, they join over gloo: left to itself, accelerate
     would take each of them for a run of its own.
     """
-    several = int(os.environ.get("WORLD_SIZE", 1)) > 1 and not parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
+    if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+        raise UserError(
+            "DeepSpeed's engine clips and steps by itself, before a step's loss and gradients can be checked: launch with "
+            "recipes/accelerate/fsdp.yaml, which shards what ZeRO-3 does, or fsdp-zero2.yaml."
+        )
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or (several and not torch.accelerator.is_available())
     PartialState(cpu=cpu, timeout=timedelta(minutes=recipe.train.timeout))
     precision = recipe.train.precision

@@ -67,8 +67,7 @@ def check_held(recipe: Recipe, accelerator: Accelerator, head: DraftHead) -> Non
             f"a {head.kind} head with adapters changes the target's layers, which target.parallel cuts up: leave one "
             "of them out."
         )
-    whole = accelerator.distributed_type not in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-    if recipe.eval.prompts and not whole:
+    if recipe.eval.prompts and accelerator.distributed_type == DistributedType.FSDP:
         raise UserError(
             "with target.parallel the verifier runs on every process, which needs the whole head there: launch with DDP, or "
             "set eval.prompts to 0."

@@ -11,6 +11,7 @@ from runs import curve, launch, recipe_in, settle, start
 from draftsmith.data.batches import epoch_plan, share
 from draftsmith.errors import UserError
 from draftsmith.target import Target
+from draftsmith.train.prepare import start as started
 
 HELD = Path(__file__).parents[1] / "held_together.py"
 
@@ -66,13 +67,15 @@ def test_a_target_that_processes_hold_together_gives_what_a_whole_one_gives(plac
 
 
 @pytest.mark.slow
-def test_a_sharded_head_gives_the_curve_of_a_whole_one_and_recomputes(place):
-    launch(place, 1, "whole")
-    launch(place, 2, "sharded", "train.gradient_checkpointing=true", "train.checkpoint_every=4", sharded=True)
-    checkpoint = place / "sharded" / "checkpoints" / "step-4"
+@pytest.mark.parametrize("config", ["fsdp", "fsdp-zero2"])
+def test_a_sharded_head_gives_the_curve_of_a_whole_one_and_recomputes(place, config):
+    if not (place / "whole").exists():
+        launch(place, 1, "whole")
+    launch(place, 2, config, "train.gradient_checkpointing=true", "train.checkpoint_every=4", sharded=config)
+    checkpoint = place / config / "checkpoints" / "step-4"
     assert list(checkpoint.rglob("*fsdp*")), "accelerate did shard it"
     for part in ("train", "held_out"):
-        for ours, theirs in zip(curve(place / "whole", part), curve(place / "sharded", part), strict=True):
+        for ours, theirs in zip(curve(place / "whole", part), curve(place / config, part), strict=True):
             ours.pop("padding", None), theirs.pop("padding", None)
             assert theirs == pytest.approx(ours, rel=1e-4)
 
@@ -90,6 +93,12 @@ def test_training_on_such_a_target_gives_the_curve_of_one_process(place, paralle
             assert ours.get("tokens") == theirs.get("tokens") and ours.get("tau") == theirs.get("tau")
             ours.pop("padding", None), theirs.pop("padding", None)
             assert theirs == pytest.approx(ours, rel=1e-4)
+
+
+def test_deepspeed_is_refused_with_what_does_the_same(place, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(UserError, match="fsdp-zero2.yaml"):
+        started(recipe_in(place, "refused"))
 
 
 @pytest.mark.parametrize(
