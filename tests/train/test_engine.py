@@ -21,6 +21,7 @@ from draftsmith.target import Target
 from draftsmith.train import prepare
 from draftsmith.train.loop import train
 from draftsmith.train.prepare import read_examples
+from runs import start
 
 LAYERS = (1, 2, 3, 4)
 
@@ -158,3 +159,15 @@ def test_heads_that_need_the_layers_are_refused(head: dict[str, Any], said: str,
     with extracting(whole, LAYERS, tmp_path / "hs") as server, pytest.raises(UserError, match=said):
         train(recipe(directory, tmp_path / "run", engine={"url": server.url}, head=head))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_share_one_engine(directory: Path, tmp_path: Path) -> None:
+    whole = Target.load(str(directory / "target"), "float32")
+    with extracting(whole, LAYERS, tmp_path / "hs") as server:
+        file = tmp_path / "r.yaml"
+        file.write_text(recipe(directory, tmp_path / "two", engine={"url": server.url, "ahead": 3}).to_yaml())
+        start(2, "-m", "draftsmith.train", str(file))
+    assert not list((tmp_path / "hs").iterdir())
+    train(recipe(directory, tmp_path / "own"))
+    assert_same_run(tmp_path / "two", tmp_path / "own")
