@@ -187,9 +187,10 @@ class MtpHead(DraftHead):
         and the keys and values with its own."""
         cache = DynamicCache()
         if earlier:
-            cache.update(*earlier, 0)
+            cache.update(earlier[0], earlier[1], 0)
         hidden = own_lm.hidden(self.decoder, self.enter(embeds, hidden), positions, mask, cache)
-        return hidden, cache.layers[0].keys, cache.layers[0].values
+        layer: Any = cache.layers[0]
+        return hidden, layer.keys, layer.values
 
     # -- drafting ----------------------------------------------------------------------------------------------
 
