@@ -116,7 +116,7 @@ def main() -> int:
     curves = ranks(place)
     note(f"the same loss from {curves}")
     report = {
-        "command": "python scripts/faults.py",
+        "command": "make faults",
         "kills": hits + extraction["kills"],
         "resumed_bitwise_equal": equal and extraction["bytes_equal"],
         "conversations_lost": extraction["rows_lost"],
