@@ -284,6 +284,7 @@ class DraftHead(nn.Module, ABC):
     Options: ClassVar[type[BaseModel]]
     target_ids: Tensor
     recomputes: bool = False  # see ``recompute``
+    compiled: dict[Any, Any] | None = None  # see ``compile_stretches``
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -372,8 +373,18 @@ class DraftHead(nn.Module, ABC):
         """
         self.recomputes = True
 
+    def compile_stretches(self) -> None:
+        """From now on let torch compile the training forward, stretch by stretch: its first steps take a minute, and the others
+        differ in rounding alone. Compiled for any batch and length, so that new shapes compile nothing anew.
+        """
+        self.compiled = {}
+
     def stretch(self, function: Callable[..., Judged], *args: Any) -> Judged:
-        """``function(*args)``, the part of a training forward that is recomputed as one: it changes nothing but its result."""
+        """``function(*args)``, the part of a training forward that is recomputed, and compiled, as one: it changes nothing but
+        its result.
+        """
+        if self.compiled is not None and torch.is_grad_enabled():
+            function = self.compiled.setdefault(function, torch.compile(function, dynamic=True))
         if self.recomputes and torch.is_grad_enabled():
             return checkpoint(function, *args, use_reentrant=False)
         return function(*args)

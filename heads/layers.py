@@ -103,7 +103,7 @@ def unrolled_attention(q: Tensor, keys: list[Tensor], values: list[Tensor], seen
     weights = torch.cat([scores, *own], dim=-1).softmax(-1).to(values[0].dtype)
     mixed = weights[..., :time] @ values[0].unsqueeze(2)
     for step, value in enumerate(values[1:]):
-        mixed = mixed + weights[..., time + step, None] * value.unsqueeze(2)
+        mixed = mixed + weights[..., time + step : time + step + 1] * value.unsqueeze(2)
     return mixed.view(batch, heads, rows, dim)
 
 

@@ -182,6 +182,7 @@ class TrainSection(Section):
     gradient_checkpointing: bool = Field(
         default=False, description="compute the head's layers again for the backward pass instead of keeping their activations"
     )
+    compile: bool = Field(default=False, description="let torch compile the head's layers; needs a C++ compiler on a CPU")
     seed: int = 0
 
     @field_validator("precision", mode="before")

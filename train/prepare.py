@@ -99,6 +99,8 @@ def prepare(recipe: Recipe, accelerator: Accelerator, out: Path, checkpoint: Che
     check_held(recipe, accelerator, head)
     if recipe.train.gradient_checkpointing:
         head.recompute()
+    if recipe.train.compile:
+        head.compile_stretches()
     groups = parameter_groups(head, recipe.train.lr)
     optimizer = torch.optim.AdamW(groups, lr=recipe.train.lr, betas=recipe.train.betas, weight_decay=recipe.train.weight_decay)
     wrapped, optimizer = accelerator.prepare(head, optimizer)

@@ -1,4 +1,4 @@
-"""Gradient checkpointing: the same loss and gradients of every kind, and less that waits for the backward pass."""
+"""Gradient checkpointing and compiling: the same loss and gradients, less that waits for the backward pass, few graphs."""
 
 import pytest
 import torch
@@ -65,3 +65,23 @@ def test_recomputing_changes_no_number_and_keeps_less(tiny_target, case):
 def test_a_head_that_trains_inside_the_target_refuses(tiny_target, case):
     with pytest.raises(UserError, match="train.gradient_checkpointing to false"):
         make_head(tiny_target, case).recompute()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["medusa-shared", "eagle3", "mlp-speculator"])
+def test_compiling_changes_no_number_beyond_rounding_and_ends(tiny_target, case):
+    """At most a graph for each depth, and none for further shapes."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    plain, fast = (make_head(tiny_target, case).train() for _ in range(2))
+    fast.compile_stretches()
+    (loss, grads), (loss_fast, grads_fast) = learned(plain, tiny_target), learned(fast, tiny_target)
+    assert loss_fast == pytest.approx(loss, rel=1e-5) and grads_fast.keys() == grads.keys()
+    for name, grad in grads.items():
+        assert (grads_fast[name] - grad).norm() <= 1e-4 * grad.norm() + 1e-9, name
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert 1 <= graphs <= fast.config.depths
+    for time in (20, 25, 30, 38):
+        batch = a_batch(tiny_target, fast.config.taps, time)
+        judged(fast, batch, tiny_target, Objective(), fast.taught(batch.ids, batch.mask, 7))[0].backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
