@@ -102,7 +102,10 @@ def prepare(recipe: Recipe, accelerator: Accelerator, out: Path, checkpoint: Che
     if recipe.train.compile:
         head.compile_stretches()
     groups = parameter_groups(head, recipe.train.lr)
-    optimizer = torch.optim.AdamW(groups, lr=recipe.train.lr, betas=recipe.train.betas, weight_decay=recipe.train.weight_decay)
+    settings = recipe.train
+    optimizer = torch.optim.AdamW(  # fused: no temporary copies of the weights, of which there are many by lm_heads
+        groups, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
+    )
     wrapped, optimizer = accelerator.prepare(head, optimizer)
     width = recipe.data.max_length if recipe.data.pack else None
     if store:

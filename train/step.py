@@ -56,6 +56,7 @@ class Judge:
                 for i, (known, grad) in enumerate(zip(slopes, grads[len(depths) :], strict=True)):
                     if grad is not None:
                         slopes[i] = grad.clone() if known is None else known.add_(grad)
+                del grads, grad  # an lm_head's are as large as itself: none may wait for the next piece's
         if learns:
             total = Known.apply(total, [*into, *slopes], *(depth.states for depth in depths), *trained)
         for depth, weight in zip(depths, weights, strict=True):
@@ -193,12 +194,14 @@ class Teacher:
 
     def at(self, positions: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
         """p over the whole or the draft vocabulary [rows, ids], not renormalised, and the greedy token's id [rows]."""
-        index = torch.searchsorted(self.positions, positions)
+        index: Any = torch.searchsorted(self.positions, positions)
+        if len(index) and (first := int(index[0])) + len(index) == int(index[-1]) + 1:
+            index = slice(first, first + len(index))  # rows without a gap, as most are, need no copy of p
         return (self.p if whole else self.drafted)[index], self.best[index]
 
 
 class Known(torch.autograd.Function):
-    """A value whose gradients with respect to its inputs have been computed already."""
+    """A value whose gradients with respect to its inputs have been computed already: they are handed on once, not copied."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, slopes: list[Tensor | None], *inputs: Tensor) -> Tensor:
@@ -207,7 +210,8 @@ class Known(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(None if slope is None else slope * grad for slope in ctx.slopes)
+        slopes, ctx.slopes = ctx.slopes, None  # the graph lives as long as its loss does, through the optimizer's step
+        return None, None, *(None if slope is None else slope.mul_(grad) for slope in slopes)
 
 
 def judged(

@@ -1,7 +1,9 @@
 """Losses taken a piece of the rows at a time are those of all rows at once, and never more than a piece is in memory."""
 
+import json
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -231,3 +233,38 @@ def test_deeper_and_wider_heads_get_smaller_pieces(free: Any) -> None:
     base = fitting("cuda", 128256, 32000, 4)
     assert base > fitting("cuda", 128256, 128256, 4) > fitting("cuda", 128256, 128256, 16)
     assert base > fitting("cuda", 128256, 32000, 4, sides=2)
+
+
+def test_a_gapless_teacher_is_read_in_place(head: DraftHead, batch: FeatureBatch, tiny_target: Target) -> None:
+    """Its rows are copied only where some are left out."""
+    teacher = step.Teacher(batch, tiny_target, head.target_ids, torch.arange(2, 9), 1.0)
+    whole, best = teacher.at(torch.arange(3, 7), True)
+    assert whole.untyped_storage().data_ptr() == teacher.p.untyped_storage().data_ptr()
+    assert torch.equal(whole, teacher.p[1:5]) and torch.equal(best, teacher.best[1:5])
+    apart, _ = teacher.at(torch.tensor([3, 6]), True)
+    assert torch.equal(apart, teacher.p[[1, 4]])
+    assert len(teacher.at(torch.arange(0), True)[0]) == 0
+
+
+def test_gradients_are_handed_on_without_a_copy() -> None:
+    """As large as an lm_head, they would otherwise wait beside the optimizer's step as long as the loss is held."""
+    weight, slopes = torch.ones(3, requires_grad=True), [torch.tensor([1.0, 2.0, 3.0])]
+    where = slopes[0].data_ptr()
+    loss = step.Known.apply(torch.zeros(()), slopes, weight)
+    del slopes
+    (loss * 2).backward()
+    assert weight.grad is not None and weight.grad.tolist() == [2.0, 4.0, 6.0] and weight.grad.data_ptr() == where
+
+
+def test_memory_grows_with_the_vocabulary_as_recorded() -> None:
+    """docs/results/memory.json is within its limit, and the page says its figures."""
+    root = Path(__file__).resolve().parents[2]
+    found = json.loads((root / "docs" / "results" / "memory.json").read_text())
+    page = (root / "docs" / "objectives.md").read_text()
+    growth = found["growth"]
+    assert found["within"] and growth["ratio"] < found["limit"] == 1.3
+    assert growth["peak_MB"] == found["pieces"][-1]["peak_MB"] - found["pieces"][0]["peak_MB"]
+    all_rows = found["all"][-1]["peak_MB"] - found["all"][0]["peak_MB"]
+    for said in (growth["peak_MB"], growth["chunk_free_MB"], all_rows):
+        assert f"{said / 1e3:.2f} GB" in page
+    assert f"{growth['ratio']:.2f} times" in page

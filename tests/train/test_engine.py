@@ -8,6 +8,7 @@ import pytest
 import torch
 from extracting import extracting
 from families import FAMILIES, saved
+from runs import start
 from safetensors.torch import load_file
 from serving import Reply
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -21,7 +22,6 @@ from draftsmith.target import Target
 from draftsmith.train import prepare
 from draftsmith.train.loop import train
 from draftsmith.train.prepare import read_examples
-from runs import start
 
 LAYERS = (1, 2, 3, 4)
 

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from runs import curve, recipe_in, settle
 from safetensors.torch import load_file
 
 from draftsmith.train.loop import train
 from draftsmith.train.prepare import prepare, start
-from runs import curve, recipe_in, settle
 
 BF16 = ["train.precision=bf16", "train.batch_size=4"]
 

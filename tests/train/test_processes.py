@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from runs import curve, launch, recipe_in, settle, start
 
 from draftsmith.data.batches import epoch_plan, share
 from draftsmith.errors import UserError
 from draftsmith.target import Target
 from draftsmith.train.prepare import start as started
-from runs import curve, launch, recipe_in, settle, start
 
 HELD = Path(__file__).parents[1] / "held_together.py"
 
