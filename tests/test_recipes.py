@@ -18,7 +18,7 @@ from draftsmith.recipes.schema import Recipe, load_recipe, shipped
 from draftsmith.train.dry_run import dry_run
 
 MINIMAL = {"target": {"name": "t"}, "data": {"train": "a", "held_out": "b"}, "head": {"kind": "eagle3"}, "output": "out"}
-SIZES = {"small": (0, 1e9), "8B": (6e9, 1e10)}  # by the target's parameters
+SIZES = {"small": (0, 1e9), "8B": (6e9, 1e10), "70B": (6e10, 1e12)}  # by the target's parameters
 
 
 @pytest.fixture
@@ -99,11 +99,18 @@ def test_every_kind_has_a_recipe_of_every_size(kind: str, resolved: Callable[[st
     assert {size_of(resolved(name)) for name in own} == set(SIZES)
 
 
+@pytest.mark.parametrize("name", shipped())
+def test_a_target_that_no_gpu_holds_is_spread_and_a_sharded_head_is_not_verified(name: str, resolved: Callable):
+    recipe, command = load_recipe(name), shelf.about(shipped()[name])[0]
+    assert (size_of(resolved(name)) == "70B") == bool(recipe.target.parallel or recipe.data.engine)
+    assert "fsdp.yaml" not in command or recipe.eval.prompts == 0
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_recipes_of_a_size_agree_on_what_a_size_decides(size: str, resolved: Callable[[str], dict[str, Any]]):
     """Target, precision and what is logged and decoded are one choice for all; a module's target is its own."""
     found = [load_recipe(name) for name in shipped() if size_of(resolved(name)) == size]
-    assert len({(each.target.name, each.target.device) for each in found if each.head.kind != "mtp"}) == 1
+    assert len({(each.target.name, each.target.parallel) for each in found if each.head.kind != "mtp"}) == 1
     assert len({(each.train.precision, each.train.log_every) for each in found}) == 1
 
 

@@ -41,7 +41,9 @@ def memory(recipe: Recipe, target: Target, head: DraftHead, dtype: torch.dtype, 
     read_out = sum(p.numel() for p in readouts(head) if p.requires_grad)
     lines, length = recipe.train.micro_batch_size, recipe.data.max_length
     half = recipe.train.precision == "bf16"
-    kept = linear_width(head, length) * (2 if half else FLOAT32) * AROUND + score_bytes(head, length)
+    again = recipe.train.gradient_checkpointing
+    kept = (edges(head, length) if again else linear_width(head, length) * AROUND) * (2 if half else FLOAT32)
+    kept += 0 if again else score_bytes(head, length)
     sizes = [head.config.draft_vocab_size] * head.config.depths
     per_row = row_bytes(target.vocab_size, sizes)
     rows = min(lines * length, fitting_rows(device, per_row))
@@ -61,7 +63,9 @@ def memory(recipe: Recipe, target: Target, head: DraftHead, dtype: torch.dtype, 
             lines * length * feature_bytes(target, head, dtype), f"{tokens} x {feature_bytes(target, head, dtype):,} bytes"
         ),
         "activations": Amount(
-            lines * length * kept, f"{tokens} x about {round(kept):,} bytes ({passes(head, length):.3g} passes of the layers)"
+            lines * length * kept,
+            f"{tokens} x about {round(kept):,} bytes ({passes(head, length):.3g} passes of the layers"
+            + (", computed again in the backward pass)" if again else ")"),
         ),
         "logits": Amount(
             rows * per_row,
@@ -157,6 +161,11 @@ def linear_width(head: DraftHead, length: int) -> float:
     return sum((map_.in_features + map_.out_features) * times for map_, times in applied(head, length))
 
 
+def edges(head: DraftHead, length: int) -> float:
+    """What is kept of one token where stretches are computed again: what goes into them and comes out, in numbers."""
+    return 2 * head.config.target.hidden_size * (passes(head, length) + head.config.depths)
+
+
 def passes(head: DraftHead, length: int) -> float:
     """How often a token's row goes through the head's layers in one training forward."""
     depths, options = head.config.depths, head.options
@@ -181,8 +190,11 @@ def score_bytes(head: DraftHead, length: int) -> float:
 
 
 def spread(recipe: Recipe) -> str:
+    """Where the target's weights are."""
     if recipe.data.engine:
         return "embedding and output head alone (data.engine), on every process"
+    if recipe.target.parallel:
+        return f"its layers over target.group or all processes (target.parallel: {recipe.target.parallel})"
     return "over all devices (target.device: auto)" if recipe.target.device == "auto" else "whole on every process"
 
 

@@ -85,6 +85,24 @@ def test_activations_are_told_within_a_factor_of_two(kind: str, target: Target):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_activations_that_are_computed_again_are_told_within_a_factor_of_three(kind: str, target: Target):
+    head = head_for(kind, target)
+    changes = ["train.precision=no", f"train.micro_batch_size={LINES}", f"data.max_length={LENGTH}"]
+    recipe = load_recipe("demo", [*changes, "train.gradient_checkpointing=true"])
+    told = footprint.memory(recipe, target, head, torch.float32, torch.device("cpu"))["activations"].bytes
+    head.recompute()
+    assert 1 / 3 < kept_for_backward(head, target) / told < 3
+
+
+def test_a_target_behind_an_engine_is_its_ends_alone(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    held = dry_run(load_recipe("mtp-deepseek-v3"))["memory"]["target weights"]
+    assert held["GB"] == pytest.approx(2 * 129280 * 7168 * 2 / 1e9, abs=1e-3) and "data.engine" in held["from"]
+    spread = dry_run(load_recipe("eagle3-llama3-70b"))["memory"]["target weights"]
+    assert spread["GB"] == pytest.approx(141.107, abs=1e-3) and "target.parallel: fsdp" in spread["from"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_heads_arithmetic_is_that_of_its_linear_maps(kind: str, target: Target):
     head, done = head_for(kind, target), 0
 
