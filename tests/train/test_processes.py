@@ -90,9 +90,9 @@ def test_training_on_such_a_target_gives_the_curve_of_one_process(place, paralle
     prompts = ["eval.prompts=2", "eval.max_new_tokens=8"]
     if not (place / "verified").exists():
         launch(place, 1, "verified", *prompts)
-    launch(place, 2, parallel, f"target.parallel={parallel}", *prompts)
+    launch(place, 2, f"target-{parallel}", f"target.parallel={parallel}", *prompts)
     for part in ("train", "held_out"):
-        for ours, theirs in zip(uncut(place / "verified", part), uncut(place / parallel, part), strict=True):
+        for ours, theirs in zip(uncut(place / "verified", part), uncut(place / f"target-{parallel}", part), strict=True):
             assert ours.get("tokens") == theirs.get("tokens") and ours.get("tau") == theirs.get("tau")
             assert theirs == pytest.approx(ours, rel=1e-4)
 
