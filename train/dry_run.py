@@ -102,7 +102,7 @@ def dry_run(recipe: Recipe) -> dict[str, Any]:
         "bytes_per_token": footprint.feature_bytes(target, head, dtype),
         "from": f"({len(head.config.taps)} taps + 1 last state) x {target.hidden_size:,} x {dtype.itemsize} bytes",
     }
-    parts = footprint.memory(recipe, target, head, dtype, PartialState().device)
+    parts = footprint.memory(recipe, target, head, dtype, torch.device(str(PartialState().device)))
     whole = footprint.Amount(sum(part.bytes for part in parts.values()), "the parts above, were they all on one device")
     found["memory"] = {name: part.as_json() for name, part in (parts | {"all": whole}).items()}
     flops = footprint.arithmetic(target, head, recipe.data.max_length)
@@ -131,7 +131,7 @@ def load_skeleton(name: str) -> tuple[Skeleton, str | None]:
     tokenizer = None
     if not stands_in:
         path, where = located(name, fetch=False)
-        with suppress(UNREADABLE):
+        with suppress(*UNREADABLE):
             tokenizer = load_tokenizer(path, **where)
     return Skeleton(model, tokenizer, name), stands_in
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..data.engine import layers_for
 from ..data.precision import bytes_per_token
@@ -139,7 +139,7 @@ def numbers(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def readouts(head: DraftHead) -> list[nn.Parameter]:
+def readouts(head: DraftHead) -> list[Tensor]:
     """The weights of the head's own output heads."""
     return [map_.weight for map_ in head.modules() if isinstance(map_, nn.Linear) and reads_out(map_, head)]
 
