@@ -13,6 +13,7 @@ from typing import Any
 import datasets.config
 import pytest
 import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -93,6 +94,14 @@ def build_tokenizer(template: str = "plain", pad: str | None = "<|endoftext|>") 
     )
     tokenizer.chat_template = TEMPLATES.get(template, template)
     return tokenizer
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate():
+    """Accelerate keeps its state for the whole process; every test starts from none."""
+    yield
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
 
 
 @pytest.fixture(scope="session")

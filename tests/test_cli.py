@@ -178,8 +178,9 @@ def test_recipes_list_show_copy(tmp_path: Path):
     assert "depths: 3" in draftsmith("recipes", "show", "demo").out
     assert draftsmith("recipes", "show", "demo", "--json").document["train"]["clip"] == 1.0
     written = draftsmith("recipes", "copy", "eagle3-llama3-8b", tmp_path / "recipes", "--json").document["written"]
-    names = {Path(path).relative_to(tmp_path).as_posix() for path in written}
-    assert names == {"recipes/eagle3-llama3-8b.yaml", "recipes/accelerate/ddp.yaml", "recipes/accelerate/fsdp.yaml"}
+    names = {Path(path).relative_to(tmp_path / "recipes").as_posix() for path in written}
+    launches = {path.name for path in (Path(__file__).parent.parent / "recipes" / "accelerate").glob("*.yaml")}
+    assert names == {"eagle3-llama3-8b.yaml", *(f"accelerate/{name}" for name in launches)} and "ddp.yaml" in launches
     assert all(Path(path).is_file() for path in written)
 
 
@@ -246,7 +247,11 @@ MISTAKES = [
     Mistake("vocabulary too large", TRAIN + " --set head.draft_vocab=500", ["500", "128"]),
     Mistake("unknown tree in a recipe", TRAIN + " --set eval.tree=bush:3", ["bush:3", "chain:5"]),
     Mistake("train: output exists", "train {place}/recipe.yaml --set output={place}/taken", ["taken exists", "--force"]),
-    Mistake("resume: nothing there", TRAIN + " --resume", ["does not exist", "--resume"]),
+    Mistake(
+        "resume: no run there",
+        "train {place}/recipe.yaml --set output={place}/other --resume",
+        ["other holds no checkpoint", "--resume", "--force"],
+    ),
     Mistake("dry run: tap too deep", TRAIN + " --dry-run --set head.taps=[1,9]", ["tap 9"]),
     Mistake("dry run: broken line", TRAIN + " --dry-run --set data.train={place}/broken.jsonl", ["line 2"]),
     Mistake("dry run: vocabulary", TRAIN + " --dry-run --set head.draft_vocab=500", ["500", "128"]),

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor
 
 from draftsmith.data.features import FeatureBatch
@@ -23,14 +22,6 @@ from draftsmith.train.objectives import Look, Objective, doubt, link
 from draftsmith.train.step import judged
 
 DEPTHS = 3
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate():
-    """Accelerate keeps its state for the whole process; every run here starts from none."""
-    yield
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
 
 
 def make_head(target: Target, confidence: bool = True) -> DraftHead:

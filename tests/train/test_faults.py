@@ -11,7 +11,6 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from workplace import ON_CPU, build, command, curve, losses, recipe_in, same_weights, torchrun
@@ -26,14 +25,6 @@ from draftsmith.train.loop import train
 from draftsmith.train.prepare import prepare, read_examples, start
 
 FAULTS = Path(__file__).parent.parent / "faults_train.py"
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate():
-    """Accelerate keeps its state for the whole process; every run here starts from none."""
-    yield
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
 
 
 @pytest.fixture(scope="module")

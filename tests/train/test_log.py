@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from runs import curve, launch, recipe_in, settle
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -25,14 +24,6 @@ from draftsmith.train.prepare import read_examples
 STEPS = 6
 # tensorboard's own thread, where its folder vanishes; told whenever it is collected
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate():
-    """Accelerate keeps its state for the whole process; every run here starts from none."""
-    yield
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from workplace import build, curve, launch, losses, recipe_in, torchrun
@@ -27,14 +27,6 @@ from draftsmith.target import Target
 from draftsmith.train.dry_run import dry_run
 from draftsmith.train.loop import train
 from draftsmith.train.prepare import prepare, rate, read_examples, start
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate():
-    """Accelerate keeps its state for the whole process; every run here starts from none."""
-    yield
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
 
 
 @pytest.fixture(scope="module")

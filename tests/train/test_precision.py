@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from runs import curve, recipe_in, settle
 from safetensors.torch import load_file
 
@@ -12,13 +11,6 @@ from draftsmith.train.loop import train
 from draftsmith.train.prepare import prepare, start
 
 BF16 = ["train.precision=bf16", "train.batch_size=4"]
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate():
-    yield
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
 
 
 @pytest.fixture(scope="module")

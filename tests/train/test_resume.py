@@ -29,13 +29,6 @@ from draftsmith.train.prepare import rate
 EVERY_STEP = ["train.checkpoint_every=1"]
 
 
-@pytest.fixture(autouse=True)
-def fresh_accelerate():
-    """Accelerate keeps its state for the whole process; every run here starts from none."""
-    yield
-    forget()
-
-
 def forget() -> None:
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()

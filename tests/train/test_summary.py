@@ -7,20 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import AcceleratorState
 from runs import recipe_in, settle
 
 from draftsmith.target import Target
 from draftsmith.train.loop import train
 from draftsmith.train.summary import told
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate():
-    """Accelerate keeps its state for the whole process; every run here starts from none."""
-    yield
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
 
 
 @pytest.fixture(scope="module")
