@@ -43,8 +43,8 @@ def start(recipe: Recipe) -> Accelerator:
     """
     if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         raise UserError(
-            "DeepSpeed's engine clips and steps by itself, before a step's loss and gradients can be checked: launch with "
-            "recipes/accelerate/fsdp.yaml, which shards what ZeRO-3 does, or fsdp-zero2.yaml."
+            "Training under DeepSpeed is not supported: its engine clips and steps in the loop's place, and no step was "
+            "run in it. Launch with recipes/accelerate/fsdp.yaml, which shards what ZeRO-3 does, or fsdp-zero2.yaml."
         )
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or (several and not torch.accelerator.is_available())
