@@ -3,6 +3,7 @@
 import json
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -46,7 +47,7 @@ def command_line(**settings: Any) -> typer.Typer:
     return typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, **settings)
 
 
-def run_command_line(app: typer.Typer) -> None:
+def run_command_line(app: Callable[[], object]) -> None:
     """Run the process's command line. A user's mistake ends it with one sentence on stderr and status 2."""
     if not stderr.is_terminal:
         transformers.utils.logging.disable_progress_bar()

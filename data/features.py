@@ -239,10 +239,9 @@ class OnlineFeatures:
         spoilt = {row: examples[row] for row, own in fresh.items() if shares_lines and not finite(own)}
         if spoilt:  # through attention one row spoils all that share its line: alone, only it is
             fresh |= self._run(spoilt, None)
-        for row, own in fresh.items() if self.shelf else ():
-            if finite(own):
-                fresh[row] = self.shelf.put(row, examples[row], own)
-        return fresh
+        if self.shelf is None:
+            return fresh
+        return {row: self.shelf.put(row, examples[row], own) if finite(own) else own for row, own in fresh.items()}
 
     def _run(self, examples: dict[int, Encoded], width: int | None) -> dict[int, Features]:
         batch = collate(examples, list(examples), PAD, width)

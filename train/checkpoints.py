@@ -57,6 +57,7 @@ def save(run: Run, step: int, metrics: int, best: int | None) -> str | None:
     def begin() -> None:
         shutil.rmtree(partial, ignore_errors=True)  # what a kill left of an earlier attempt
         (partial / "head").mkdir(parents=True)
+        assert head is not None  # the main process has it
         head.save(partial / "head")
 
     def finish() -> None:

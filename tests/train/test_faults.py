@@ -88,7 +88,7 @@ def overflowing(workplace, tiny_target) -> Path:
     model = LlamaForCausalLM(config).float()
     (letter,) = tiny_target.tokenizer("z", add_special_tokens=False)["input_ids"]
     with torch.no_grad():
-        model.get_input_embeddings().weight[letter] = float("inf")
+        model.model.embed_tokens.weight[letter] = float("inf")
     model.save_pretrained(workplace / "overflows")
     tiny_target.tokenizer.save_pretrained(workplace / "overflows")
     rows = (workplace / "train.jsonl").read_text().splitlines()
