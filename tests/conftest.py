@@ -104,6 +104,15 @@ def fresh_accelerate():
         state._reset_state()
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """For runs that are compared to the bit with those of other processes: sums are rounded by the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def tiny_tokenizer_factory() -> Callable[..., Any]:
     """``factory(template="plain", pad="<|endoftext|>")``: see ``build_tokenizer``."""

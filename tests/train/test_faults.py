@@ -24,6 +24,7 @@ from draftsmith.target import Target
 from draftsmith.train.loop import train
 from draftsmith.train.prepare import prepare, read_examples, start
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 FAULTS = Path(__file__).parent.parent / "faults_train.py"
 
 

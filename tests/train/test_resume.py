@@ -26,16 +26,8 @@ from draftsmith.train.checkpoints import newest
 from draftsmith.train.loop import train
 from draftsmith.train.prepare import rate
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 EVERY_STEP = ["train.checkpoint_every=1"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """As the runs have that are killed in processes of their own: sums are rounded by the number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def forget() -> None:
