@@ -15,8 +15,9 @@ help: ## list the targets
 demo: .venv/ready ## train, measure and export an EAGLE-3 head on a small real model: runs/demo
 	$(BIN)/python scripts/demo.py
 
-test: .venv/ready ## run the tests
-	$(BIN)/pytest
+# One thread a worker: two workers on two cores, and sums that do not depend on the machine.
+test: .venv/ready ## run the tests, two files at a time
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 
 parity: .venv/ready .venv-vllm/ready ## compare our acceptance counts with the vLLM engine's: runs/parity/report.json
 	$(BIN)/python scripts/serving_parity.py

@@ -7,7 +7,6 @@ Not part of the tests. Writes runs/soak/report.json; the exit status is 0 where 
 
 import argparse
 import json
-import os
 import random
 import shutil
 import signal
@@ -17,22 +16,20 @@ import time
 from pathlib import Path
 
 from faults import ROOT, tiny
-from workplace import command, curve, losses, same_weights
+from workplace import ON_CPU, PLAIN, command, curve, losses, same_weights
 
 from draftsmith.console import note
 from draftsmith.outputs import write_whole
 
-ALONE = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-
 
 def started(full: list[str], log: Path) -> subprocess.Popen:
     with open(log, "a") as file:
-        return subprocess.Popen(full, env=ALONE, stdout=file, stderr=file)
+        return subprocess.Popen(full, env=ON_CPU, stdout=file, stderr=file)
 
 
 def step_seconds(place: Path) -> float:
     """How long a step takes here, from a short run of its own."""
-    process = started(command(place, [], "short", "train.max_steps=200"), place / "short.log")
+    process = started(command(place, PLAIN, "short", "train.max_steps=200"), place / "short.log")
     if process.wait():
         raise SystemExit(f"the short run ended with status {process.returncode}: see {place}/short.log")
     rows = [json.loads(line) for line in (place / "short" / "metrics.jsonl").read_text().splitlines()]
@@ -55,10 +52,10 @@ def main() -> int:
     changes = [f"train.max_steps={steps}", f"train.checkpoint_every={every}", f"train.log_every={every}"]
     changes += [f"train.eval_every={max(1, steps // 20)}", "train.lr=1e-4"]
     note(f"{steps} steps, a checkpoint every {every}")
-    calm = started(command(place, [], "calm", *changes), place / "calm.log")
+    calm = started(command(place, PLAIN, "calm", *changes), place / "calm.log")
     draw, began, tally, statuses = random.Random(options.seed), time.monotonic(), {"SIGKILL": 0, "SIGTERM": 0}, []
     while statuses[-1:] != [0]:
-        process = started([*command(place, [], "hunted", *changes), "--resume"], place / "hunted.log")
+        process = started([*command(place, PLAIN, "hunted", *changes), "--resume"], place / "hunted.log")
         try:
             statuses.append(process.wait(draw.uniform(*options.between)))
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""A tiny target, twenty conversations and a recipe that trains on them in a second; and how runs of it are compared."""
+"""A place to train in: a tiny target, conversations and a recipe that takes a second; launches there, and how runs compare."""
 
 import json
 import os
@@ -15,19 +15,29 @@ from draftsmith.target import Target
 from draftsmith.train.pace import CLOCKED
 
 WORDS = "the cat sat on an old mat while ten men read their tea leaves and then went home".split()
+CONFIGS = Path(__file__).parents[1] / "recipes" / "accelerate"
+# what processes that are compared with each other run with: sums are rounded by the number of threads
+ON_CPU = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+PLAIN = [sys.executable]
+# of 21 rows; evaluated at 0, 3 and 6; four micro-batches each, but for the third and the last
+SIX_STEPS = ("train.batch_size=8", "train.micro_batch_size=2", "train.eval_every=3")
 
 
-def build(folder: Path, target: Target) -> Path:
-    """Write target, data and recipe.yaml into ``folder``: ten steps, evaluated at 0, 5 and 10."""
+def build(folder: Path, target: Target, *changes: str, rows: int = 20) -> Path:
+    """Write target, data and recipe.yaml into ``folder``: ``rows`` conversations to train on, six held out, of unlike lengths.
+
+    Without ``changes`` the recipe takes ten steps, evaluated at 0, 5 and 10.
+    """
     target.model.save_pretrained(folder / "target")
     target.tokenizer.save_pretrained(folder / "target")
-    for name, rows in (("train", range(20)), ("held_out", range(20, 26))):
+    for name, own in (("train", range(rows)), ("held_out", range(rows, rows + 6))):
         lines = []
-        for i in rows:
+        for i in own:
             reply = " ".join(WORDS[(i * k + k) % len(WORDS)] for k in range(1, 4 + i % 4))
             lines.append(json.dumps({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": reply}]}))
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    recipe = f"""
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(f"""
 target: {{name: {folder}/target, dtype: float32}}
 data: {{train: train.jsonl, held_out: held_out.jsonl, max_length: 60}}
 head: {{kind: eagle3, depths: 2, draft_vocab: 64}}
@@ -35,16 +45,47 @@ objective: {{loss: ce}}
 train: {{epochs: 2, batch_size: 4, micro_batch_size: 4, lr: 1.0e-2, precision: "no", log_every: 1, eval_every: 5}}
 eval: {{prompts: 0}}
 output: {folder}/run
-"""
-    (folder / "recipe.yaml").write_text(recipe)
+""")
+    if changes:
+        recipe.write_text(load_recipe(recipe, changes).to_yaml())
     return folder
 
 
-def recipe_in(workplace: Path, out: str, *changes: str) -> Recipe:
-    return load_recipe(workplace / "recipe.yaml", [f"output={workplace}/{out}", *changes])
+def recipe_in(place: Path, out: str, *changes: str) -> Recipe:
+    return load_recipe(place / "recipe.yaml", [f"output={place}/{out}", *changes])
+
+
+def several(processes: int, config: str = "cpu") -> list[str]:
+    """What starts a program in ``processes`` CPU processes, by a file of recipes/accelerate/."""
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
+    return [*launcher, "--config_file", str(CONFIGS / f"{config}.yaml"), "--num_processes", str(processes)]
+
+
+def torchrun(processes: int) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+
+
+def command(place: Path, launcher: list[str], out: str, *changes: str) -> list[str]:
+    """The command line that runs the recipe; ``launcher``: what starts a program, PLAIN for one process."""
+    sets = [f"--set={change}" for change in (f"output={place}/{out}", *changes)]
+    program = [] if launcher[-1].endswith(".py") else ["-m", "draftsmith.train"]
+    return [*launcher, *program, str(place / "recipe.yaml"), *sets]
+
+
+def finished(full: list[str]) -> str:
+    """Run a command line that must succeed; returns its stdout and stderr."""
+    done = subprocess.run(full, env=ON_CPU, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def launch(place: Path, launcher: list[str], out: str, *changes: str) -> str:
+    """Run the recipe through a launcher; returns what was said."""
+    return finished(command(place, launcher, out, *changes))
 
 
 def curve(run: Path, part: str = "train") -> list[dict[str, Any]]:
+    """The logged numbers of a part, those of the clock left out."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in row.items() if k not in (*CLOCKED, "part")} for row in rows if row["part"] == part]
 
@@ -59,25 +100,3 @@ def same_weights(*heads: Path) -> bool:
     return all(
         first.keys() == other.keys() and all(torch.equal(first[name], other[name]) for name in first) for other in others
     )
-
-
-def command(workplace: Path, launcher: list[str], out: str, *changes: str) -> list[str]:
-    """The command line that runs the recipe; ``launcher``: what stands between ``python -m`` and ``-m draftsmith.train``."""
-    begin = [sys.executable, "-m", *launcher, "-m"] if launcher else [sys.executable, "-m"]
-    sets = [f"--set={change}" for change in (f"output={workplace}/{out}", *changes)]
-    return [*begin, "draftsmith.train", str(workplace / "recipe.yaml"), *sets]
-
-
-def torchrun(processes: int, port: int) -> list[str]:
-    return ["torch.distributed.run", "--nproc_per_node", str(processes), "--master_port", str(port)]
-
-
-ON_CPU = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-
-
-def launch(workplace: Path, launcher: list[str], out: str, *changes: str, flags: tuple[str, ...] = ()) -> str:
-    """Run the recipe through a launcher, on CPU processes; returns its stderr."""
-    full = [*command(workplace, launcher, out, *changes), *flags]
-    done = subprocess.run(full, env=ON_CPU, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stderr

@@ -1,5 +1,7 @@
 """Gradient checkpointing and compiling: the same loss and gradients, less that waits for the backward pass, few graphs."""
 
+from weakref import WeakSet
+
 import pytest
 import torch
 from cases import CASES, make_head
@@ -32,21 +34,28 @@ def learned(head: DraftHead, target: Target) -> tuple[float, dict[str, Tensor]]:
     return loss.item(), {name: own.grad for name, own in head.named_parameters() if own.grad is not None}
 
 
+class Held:
+    """A tensor that autograd holds; gone once no graph holds it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
 def kept(head: DraftHead, target: Target) -> int:
     """The bytes that the forward over a batch leaves for the backward pass, parameters apart."""
     batch, own = a_batch(target, head.config.taps), {parameter.data_ptr() for parameter in head.parameters()}
-    found: dict[int, int] = {}
+    alive: WeakSet[Held] = WeakSet()
 
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            found[storage.data_ptr()] = storage.nbytes()
-        return tensor
+    def keep(tensor: Tensor) -> Held:
+        held = Held(tensor)
+        alive.add(held)
+        return held
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda held: held.tensor):
         depths = head.predict(batch.ids, head.taught(batch.ids, batch.mask, 7), batch.features, target)
     assert depths
-    return sum(found.values())
+    storages = [held.tensor.untyped_storage() for held in alive]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.data_ptr() not in own}.values())
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in INSIDE])

@@ -8,10 +8,10 @@ import pytest
 import torch
 from extracting import extracting
 from families import FAMILIES, saved
-from runs import start
 from safetensors.torch import load_file
 from serving import Reply
 from transformers import LlamaConfig, LlamaForCausalLM
+from workplace import finished, several
 
 from draftsmith.data.extract import extract
 from draftsmith.data.tally import Tally
@@ -167,7 +167,7 @@ def test_two_processes_share_one_engine(directory: Path, tmp_path: Path) -> None
     with extracting(whole, LAYERS, tmp_path / "hs") as server:
         file = tmp_path / "r.yaml"
         file.write_text(recipe(directory, tmp_path / "two", engine={"url": server.url, "ahead": 3}).to_yaml())
-        start(2, "-m", "draftsmith.train", str(file))
+        finished([*several(2), "-m", "draftsmith.train", str(file)])
     assert not list((tmp_path / "hs").iterdir())
     train(recipe(directory, tmp_path / "own"))
     assert_same_run(tmp_path / "two", tmp_path / "own")

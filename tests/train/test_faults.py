@@ -157,7 +157,7 @@ def test_the_others_end_when_a_process_dies(workplace):
     """Two processes, one of them killed: the other does not wait for it, and says why."""
     changes = ["train.max_steps=100000", "train.eval_every=100000"]
     launched = subprocess.Popen(
-        command(workplace, torchrun(2, 29631), "bereaved", *changes), env=ON_CPU, text=True, stderr=subprocess.PIPE
+        command(workplace, torchrun(2), "bereaved", *changes), env=ON_CPU, text=True, stderr=subprocess.PIPE
     )
     metrics = workplace / "bereaved" / "metrics.jsonl"
     while not metrics.is_file() or len(metrics.read_text().splitlines()) < 4:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from runs import curve, launch, recipe_in, settle
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from workplace import ON_CPU, PLAIN, SIX_STEPS, build, curve, launch, recipe_in, several
 
 from draftsmith.data.tally import Tally
 from draftsmith.target import Target
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExc
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, tiny_target: Target) -> Path:
-    return settle(tmp_path_factory.mktemp("log"), tiny_target)
+    return build(tmp_path_factory.mktemp("log"), tiny_target, *SIX_STEPS, rows=21)
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
@@ -68,7 +68,7 @@ def test_a_cluster_log_shows_life_and_is_not_flooded(
 def test_on_a_terminal_the_bar_says_it(place: Path) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "draftsmith.train", str(place / "recipe.yaml"), f"--set=output={place}/on-a-terminal"]
-    wide = {**os.environ, "TERM": "xterm", "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+    wide = {**ON_CPU, "TERM": "xterm", "COLUMNS": "200"}
     process = subprocess.Popen(command, stderr=theirs, stdout=subprocess.DEVNULL, env=wide)
     os.close(theirs)
     said = b""
@@ -128,14 +128,14 @@ def test_a_tracker_that_is_unreachable_stops_nothing(place: Path, monkeypatch: p
     server = {"BASE_URL": "http://127.0.0.1:9", "API_KEY": "a" * 40, "MODE": "online", "INIT_TIMEOUT": "3"}
     for key, value in server.items():
         monkeypatch.setenv(f"WANDB_{key}", value)
-    said = launch(place, 1, "unreachable", "train.tracker=wandb")
+    said = launch(place, PLAIN, "unreachable", "train.tracker=wandb")
     assert said.count("WARNING: wandb failed") == 1 and len(rows(place / "unreachable")) == STEPS
     assert (place / "unreachable" / "head" / "model.safetensors").is_file()
 
 
 @pytest.mark.slow
 def test_the_main_process_alone_tells_and_for_all(place: Path) -> None:
-    said = launch(place, 2, "two", "train.tracker=tensorboard")
+    said = launch(place, several(2), "two", "train.tracker=tensorboard")
     train(recipe_in(place, "one"))
     assert said.count(f"step 1/{STEPS}:") == 1
     assert len(list((place / "two" / "tensorboard").glob("events*"))) == 1

@@ -11,7 +11,7 @@ import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
-from workplace import build, curve, launch, losses, recipe_in, torchrun
+from workplace import build, curve, launch, losses, recipe_in, several, torchrun
 
 from draftsmith.data.chat import Encoded
 from draftsmith.data.extract import extract
@@ -195,16 +195,13 @@ def test_case_03_a_row_without_supervision_changes_nothing(workplace, whole_run)
     assert norms[0][0] == pytest.approx(norms[1][0], rel=1e-5) and norms[0][1] == pytest.approx(norms[1][1], rel=1e-5)
 
 
-TWO = torchrun(2, 29611)
-
-
 def test_accelerate_launch_runs_a_recipe(workplace, whole_run):
-    launch(workplace, ["accelerate.commands.launch", "--num_processes", "1"], "launched")
+    launch(workplace, several(1), "launched")
     assert losses(workplace / "launched") == pytest.approx(losses(whole_run), rel=1e-4)
 
 
 def test_two_processes_give_the_curve_of_one(workplace, whole_run):
-    launch(workplace, TWO, "two")
+    launch(workplace, torchrun(2), "two")
     assert json.loads((workplace / "two" / "run.json").read_text())["processes"] == 2
     assert losses(workplace / "two") == pytest.approx(losses(whole_run), rel=1e-4)
     for one, two in zip(curve(whole_run, "held_out"), curve(workplace / "two", "held_out"), strict=True):
@@ -214,7 +211,7 @@ def test_two_processes_give_the_curve_of_one(workplace, whole_run):
 def test_two_processes_fill_one_store_and_agree_on_the_vocabulary(workplace, whole_run):
     place = workplace / "shared"
     named = ["data.features=write-through", f"data.store={place}", "data.store_dtype=float32", "data.pack=true"]
-    launch(workplace, TWO, "two-through", *named, "data.max_length=100")
+    launch(workplace, torchrun(2), "two-through", *named, "data.max_length=100")
     assert losses(workplace / "two-through") == pytest.approx(losses(whole_run), rel=1e-4)
     ids = [load_file(run / "head" / "model.safetensors")["target_ids"] for run in (whole_run, workplace / "two-through")]
     assert torch.equal(*ids), "counted by two processes, each over its half"

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import curve, recipe_in, settle
 from safetensors.torch import load_file
+from workplace import build, curve, recipe_in
 
 from draftsmith.train.loop import train
 from draftsmith.train.prepare import prepare, start
@@ -15,7 +15,7 @@ BF16 = ["train.precision=bf16", "train.batch_size=4"]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, tiny_target) -> Path:
-    return settle(tmp_path_factory.mktemp("precision"), tiny_target)
+    return build(tmp_path_factory.mktemp("precision"), tiny_target)
 
 
 def floats(tensors) -> set[torch.dtype]:

@@ -6,21 +6,21 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from runs import curve, launch, recipe_in, settle, start
+from workplace import PLAIN, SIX_STEPS, build, curve, finished, launch, recipe_in, several
 
 from draftsmith.data.batches import epoch_plan, share
 from draftsmith.errors import UserError
 from draftsmith.target import Target
 from draftsmith.train.prepare import start as started
 
-HELD = Path(__file__).parents[1] / "held_together.py"
+TESTS = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, tiny_target, lively_target) -> Path:
     """21 rows in batches of 8: the last batch of an epoch holds five, which four processes cannot share evenly."""
     own = Target(lively_target.model, tiny_target.tokenizer, "lively")
-    return settle(tmp_path_factory.mktemp("processes"), own)
+    return build(tmp_path_factory.mktemp("processes"), own, *SIX_STEPS, rows=21)
 
 
 def uncut(run: Path, part: str) -> list[dict]:
@@ -45,7 +45,7 @@ def test_no_row_is_lost_or_doubled_however_a_batch_is_cut(rows, batch, world, mi
 def test_one_two_and_four_processes_give_one_curve(place):
     """Accumulation 4, 2 and 1: micro-batches of two rows, eight to a step."""
     for processes in (1, 2, 4):
-        launch(place, processes, f"x{processes}")
+        launch(place, several(processes), f"x{processes}")
     one = place / "x1"
     for part in ("train", "held_out"):
         for other in ("x2", "x4"):
@@ -61,8 +61,8 @@ def test_one_two_and_four_processes_give_one_curve(place):
 )
 def test_a_target_that_processes_hold_together_gives_what_a_whole_one_gives(place, parallel, seats):
     """Two groups of two processes: hidden states, logits, texts and weights."""
-    said = start(4, str(HELD), str(place / "recipe.yaml"), parallel, "2")
-    found = [json.loads(line.split("FOUND ")[1]) for line in said.splitlines() if "FOUND " in line]
+    said = finished([*several(4), str(TESTS / "held_together.py"), str(place / "recipe.yaml"), parallel, "2"])
+    found = [json.JSONDecoder().raw_decode(rest)[0] for rest in said.split("FOUND ")[1:]]  # two may share a line
     assert sorted(each.pop("seat") for each in found) == seats
     for each in found:
         assert each.pop("taps") < 1e-5 and each.pop("logits") < 1e-4
@@ -74,8 +74,9 @@ def test_a_target_that_processes_hold_together_gives_what_a_whole_one_gives(plac
 @pytest.mark.parametrize("config", ["fsdp", "fsdp-zero2"])
 def test_a_sharded_head_gives_the_curve_of_a_whole_one_and_recomputes(place, config):
     if not (place / "whole").exists():
-        launch(place, 1, "whole")
-    launch(place, 2, config, "train.gradient_checkpointing=true", "train.checkpoint_every=4", sharded=config)
+        launch(place, PLAIN, "whole")
+    sharded = [*several(2, config), "--mixed_precision", "no", str(TESTS / "fsdp_on_cpus.py")]
+    launch(place, sharded, config, "train.gradient_checkpointing=true", "train.checkpoint_every=4")
     checkpoint = place / config / "checkpoints" / "step-4"
     assert list(checkpoint.rglob("*fsdp*")), "accelerate did shard it"
     for part in ("train", "held_out"):
@@ -89,8 +90,8 @@ def test_training_on_such_a_target_gives_the_curve_of_one_process(place, paralle
     """Verifier and all: its passes on the main process go through the others' parts."""
     prompts = ["eval.prompts=2", "eval.max_new_tokens=8"]
     if not (place / "verified").exists():
-        launch(place, 1, "verified", *prompts)
-    launch(place, 2, f"target-{parallel}", f"target.parallel={parallel}", *prompts)
+        launch(place, PLAIN, "verified", *prompts)
+    launch(place, several(2), f"target-{parallel}", f"target.parallel={parallel}", *prompts)
     for part in ("train", "held_out"):
         for ours, theirs in zip(uncut(place / "verified", part), uncut(place / f"target-{parallel}", part), strict=True):
             assert ours.get("tokens") == theirs.get("tokens") and ours.get("tau") == theirs.get("tau")

@@ -16,7 +16,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from killing import draftsmith, kill_until_done, kill_when
 from safetensors.torch import load_file
-from workplace import ON_CPU, build, command, curve, launch, losses, recipe_in, same_weights, torchrun
+from workplace import ON_CPU, PLAIN, build, command, curve, finished, launch, losses, recipe_in, same_weights, torchrun
 
 from draftsmith.errors import UserError
 from draftsmith.outputs import put_in_place, restore
@@ -98,7 +98,7 @@ def test_a_run_killed_while_it_writes_ends_with_the_same_bits(workplace, undistu
 def test_a_stopped_run_ends_with_the_same_bits(workplace, undisturbed, name):
     """Told to stop after a few steps, again and again, until it is done."""
     run, statuses = workplace / name.name, [75]
-    full = [*command(workplace, [], run.name, "train.checkpoint_every=100"), "--resume"]
+    full = [*command(workplace, PLAIN, run.name, "train.checkpoint_every=100"), "--resume"]
     while statuses[-1] == 75:
         before = logged(run)
         process = subprocess.Popen(full, env=ON_CPU, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -116,7 +116,7 @@ def test_a_stopped_run_ends_with_the_same_bits(workplace, undisturbed, name):
 
 
 def test_a_second_signal_stops_at_once(workplace):
-    full = command(workplace, [], "twice", "train.max_steps=100000")
+    full = command(workplace, PLAIN, "twice", "train.max_steps=100000")
     process = subprocess.Popen(full, env=ON_CPU, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     while logged(workplace / "twice") < 3:
         time.sleep(0.005)
@@ -275,8 +275,8 @@ def test_another_number_of_processes_goes_on_with_the_same_rows(workplace, undis
     run = workplace / "widened"
     train(recipe_in(workplace, run.name, "train.max_steps=10", "train.checkpoint_every=4", "train.keep_checkpoints=3"))
     shutil.rmtree(run / "checkpoints" / "step-8")
-    warned = launch(workplace, torchrun(2, 29621), run.name, "train.max_steps=10", flags=("--resume",))
-    assert "written by 1 processes, this run has 2" in warned
+    said = finished([*command(workplace, torchrun(2), run.name, "train.max_steps=10"), "--resume"])
+    assert "written by 1 processes, this run has 2" in said
     assert losses(run) == pytest.approx(losses(undisturbed), rel=1e-4)
 
 
@@ -303,7 +303,7 @@ def test_case_23_a_resumed_run_is_the_unbroken_one(workplace, precision):
 @pytest.mark.slow
 def test_two_processes_killed_and_resumed_end_with_the_same_bits(workplace):
     """SIGKILL to all processes of a launch, in the middle; then the same launch again."""
-    full = [*command(workplace, torchrun(2, 29622), "pair", *EVERY_STEP), "--resume"]
+    full = [*command(workplace, torchrun(2), "pair", *EVERY_STEP), "--resume"]
     run, statuses = workplace / "pair", []
     for after in (2, 6, 100):
         process = subprocess.Popen(full, env=ON_CPU, start_new_session=True, stderr=subprocess.PIPE, text=True)
@@ -316,7 +316,7 @@ def test_two_processes_killed_and_resumed_end_with_the_same_bits(workplace):
         process.communicate(timeout=120)
         statuses.append(process.returncode)
     assert statuses == [-signal.SIGKILL, -signal.SIGKILL, 0]
-    launch(workplace, torchrun(2, 29623), "calm-pair", *EVERY_STEP)
+    launch(workplace, torchrun(2), "calm-pair", *EVERY_STEP)
     assert ended_alike(run, workplace / "calm-pair")
 
 

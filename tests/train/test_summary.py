@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from accelerate.state import AcceleratorState
-from runs import recipe_in, settle
+from workplace import SIX_STEPS, build, recipe_in
 
 from draftsmith.target import Target
 from draftsmith.train.loop import train
@@ -18,7 +18,7 @@ from draftsmith.train.summary import told
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, tiny_target: Target) -> Path:
     """Its training data ends with a row that no answer is in."""
-    folder = settle(tmp_path_factory.mktemp("summary"), tiny_target)
+    folder = build(tmp_path_factory.mktemp("summary"), tiny_target, *SIX_STEPS, rows=21)
     with open(folder / "train.jsonl", "a") as file:
         file.write(json.dumps({"messages": [{"role": "user", "content": "hi"}]}) + "\n")
     return folder
