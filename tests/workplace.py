@@ -16,8 +16,6 @@ from draftsmith.train.pace import CLOCKED
 
 WORDS = "the cat sat on an old mat while ten men read their tea leaves and then went home".split()
 CONFIGS = Path(__file__).parents[1] / "recipes" / "accelerate"
-# what processes that are compared with each other run with: sums are rounded by the number of threads
-ON_CPU = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 PLAIN = [sys.executable]
 # of 21 rows; evaluated at 0, 3 and 6; four micro-batches each, but for the third and the last
 SIX_STEPS = ("train.batch_size=8", "train.micro_batch_size=2", "train.eval_every=3")
@@ -47,12 +45,17 @@ eval: {{prompts: 0}}
 output: {folder}/run
 """)
     if changes:
-        recipe.write_text(load_recipe(recipe, changes).to_yaml())
+        recipe.write_text(load_recipe(recipe, list(changes)).to_yaml())
     return folder
 
 
 def recipe_in(place: Path, out: str, *changes: str) -> Recipe:
     return load_recipe(place / "recipe.yaml", [f"output={place}/{out}", *changes])
+
+
+def on_cpu() -> dict[str, str]:
+    """The environment of processes whose runs are compared: sums are rounded by the number of threads."""
+    return {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def several(processes: int, config: str = "cpu") -> list[str]:
@@ -72,9 +75,9 @@ def command(place: Path, launcher: list[str], out: str, *changes: str) -> list[s
     return [*launcher, *program, str(place / "recipe.yaml"), *sets]
 
 
-def finished(full: list[str]) -> str:
+def finished(full: list[str], environment: dict[str, str] | None = None) -> str:
     """Run a command line that must succeed; returns its stdout and stderr."""
-    done = subprocess.run(full, env=ON_CPU, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(full, env=environment or on_cpu(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 

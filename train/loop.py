@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator
 from safetensors import SafetensorError
 
 from ..console import Progress, note
@@ -26,6 +26,7 @@ from .prepare import prepare, start
 from .profiling import profiled
 from .provenance import write_run
 from .run import Run, Spoilt
+from .sharding import whole_head
 from .stopping import Interrupted, Stopping
 from .summary import summarize
 
@@ -47,8 +48,10 @@ def train(
     """
     began = time.perf_counter()
     accelerator = start(recipe)
-    if recipe.train.on_policy and accelerator.distributed_type == DistributedType.FSDP:
-        raise UserError("train.on_policy drafts with the whole head, which FSDP shards: launch with DDP, or set it to 0.")
+    if recipe.train.on_policy and not whole_head(accelerator):
+        raise UserError(
+            "train.on_policy drafts with the whole head, which FSDP and ZeRO-3 cut up: launch with DDP, or set it 0."
+        )
     out = Path(recipe.output)
     with Stopping() as stopping:
         checkpoint = to_resume(recipe, out, accelerator) if resume else None

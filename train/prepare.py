@@ -31,6 +31,7 @@ from ..heads.kinds import KINDS, load_head
 from ..recipes.schema import Recipe
 from ..target import Target
 from .checkpoints import Checkpoint, keep_heads_apart
+from .deepspeed import check_deepspeed, under_deepspeed
 from .run import Run
 from .sharding import check_held, load_target
 
@@ -41,11 +42,9 @@ def start(recipe: Recipe) -> Accelerator:
     Where a launcher starts several processes and there is no accelerator, they join over gloo: left to itself, accelerate
     would take each of them for a run of its own.
     """
-    if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
-        raise UserError(
-            "Training under DeepSpeed is not supported: its engine clips and steps in the loop's place, and no step was "
-            "run in it. Launch with recipes/accelerate/fsdp.yaml, which shards what ZeRO-3 does, or fsdp-zero2.yaml."
-        )
+    deepspeed = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
+    if deepspeed:
+        check_deepspeed()
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or (several and not torch.accelerator.is_available())
     PartialState(cpu=cpu, timeout=timedelta(minutes=recipe.train.timeout))
@@ -54,6 +53,8 @@ def start(recipe: Recipe) -> Accelerator:
         on_gpu = str(PartialState().device).startswith("cuda")
         has_bf16 = torch.cuda.is_bf16_supported() if on_gpu else torch.cpu._is_avx512_bf16_supported()
         precision = "bf16" if has_bf16 else "no"
+    if deepspeed:
+        return under_deepspeed(recipe, precision)
     return Accelerator(mixed_precision=precision, cpu=cpu)
 
 
@@ -139,7 +140,9 @@ def prepare(recipe: Recipe, accelerator: Accelerator, out: Path, checkpoint: Che
         chunk=checkpoint.chunk if checkpoint else None,
     )
     # not prepared: accelerate would step it once per process, and our step is already global
-    run.scheduler = LambdaLR(getattr(optimizer, "optimizer", optimizer), partial(rate, recipe=recipe, steps=run.steps))
+    while hasattr(optimizer, "optimizer"):  # accelerate's wrapper, and DeepSpeed's inside it
+        optimizer = optimizer.optimizer
+    run.scheduler = LambdaLR(optimizer, partial(rate, recipe=recipe, steps=run.steps))
     accelerator.register_for_checkpointing(run.scheduler)
     keep_heads_apart(accelerator)
     return run

@@ -23,7 +23,7 @@ from .metrics import DepthSums
 from .objectives import Objective
 from .pace import Pace
 from .rollouts import rollouts
-from .sharding import readers, seat
+from .sharding import readers, seat, whole_head
 from .step import Judge
 
 
@@ -120,17 +120,19 @@ class Run:
         total = torch.zeros((), device=counts.device)
         for i, batch in enumerate(batches):
             last = i == len(batches) - 1
+            self.accelerator.sync_gradients = last  # DeepSpeed steps where it is told so
             with self.accelerator.autocast(), nullcontext() if last else self.accelerator.no_sync(self.head):
                 with record_function("head and losses"):
                     loss, seen = self.judged(batch, taught[i], counts)
+                total += loss.detach()
                 with record_function("backward"):
-                    # DDP and FSDP average gradients over processes; the sum is what is wanted
-                    self.accelerator.backward(loss * self.accelerator.num_processes)
-            total += loss.detach()
+                    # Gradients are averaged over processes; the sum is what is wanted. And a loss that is not finite makes them
+                    # so everywhere, that no process takes the step.
+                    self.accelerator.backward(loss * (self.accelerator.num_processes + 0 * total))
             sums.add(seen)
         norms = [float(norm) for norm in self.clip()]
         self.lr = self.scheduler.get_last_lr()[0]
-        finite = all(map(math.isfinite, norms)) and not self.anywhere(not torch.isfinite(total))
+        finite = all(map(math.isfinite, norms))
         if finite:
             self.optimizer.step()
         self.scheduler.step()
@@ -143,7 +145,8 @@ class Run:
         """The loss of a batch, every depth's divided by its count, and the batch's metrics."""
         lines, time = batch.ids.shape
         self.shape = (lines, time)
-        judge = Judge(batch, self.target, self.objective, counts, self.chunk)
+        zero3 = self.accelerator.deepspeed_plugin is not None and not whole_head(self.accelerator)
+        judge = Judge(batch, self.target, self.objective, counts, self.chunk, zero3)
         loss, sums = self.head(judge, batch.ids, taught, batch.features, self.target, batch.positions)
         self.chunk = judge.chunk
         return loss, sums

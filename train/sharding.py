@@ -67,11 +67,17 @@ def check_held(recipe: Recipe, accelerator: Accelerator, head: DraftHead) -> Non
             f"a {head.kind} head with adapters changes the target's layers, which target.parallel cuts up: leave one "
             "of them out."
         )
-    if recipe.eval.prompts and accelerator.distributed_type == DistributedType.FSDP:
+    if recipe.eval.prompts and not whole_head(accelerator):
         raise UserError(
             "with target.parallel the verifier runs on every process, which needs the whole head there: launch with DDP, or "
             "set eval.prompts to 0."
         )
+
+
+def whole_head(accelerator: Accelerator) -> bool:
+    """Whether every process holds the whole draft head: not under FSDP and ZeRO-3."""
+    plugin = accelerator.deepspeed_plugin
+    return accelerator.distributed_type != DistributedType.FSDP and (plugin is None or plugin.zero_stage < 3)
 
 
 def group_size(recipe: Recipe, accelerator: Accelerator) -> int:

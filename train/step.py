@@ -7,6 +7,7 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ..data.features import FeatureBatch
 from ..heads.base import Depth, DraftHead
@@ -26,6 +27,8 @@ class Judge:
     ``counts`` [maps]: by what the summed loss of every depth and side lesson is divided, its rows in the whole global
     batch. ``chunk``: rows at a time (None: set from the free memory). Gradients are taken piece by piece, so that no more than
     one piece's logits exist at any time; the loss and its gradients are those of all rows at once, but for rounding.
+    ``recomputes``: they are taken in the backward pass, which computes every piece again. That is for ZeRO-3, whose parameters
+    are there in the passes of their own module alone.
     """
 
     batch: FeatureBatch
@@ -33,6 +36,7 @@ class Judge:
     objective: Objective
     counts: Tensor
     chunk: int | None = None
+    recomputes: bool = False
 
     def __call__(self, head: DraftHead, depths: list[Depth]) -> tuple[Tensor, DepthSums]:
         own = [depth for depth in depths if depth.side is None]
@@ -45,7 +49,13 @@ class Judge:
         slopes: list[Tensor | None] = [None] * len(trained)
         weights = self.weights(depths)
         for cuts in self.pieces(head, depths):
-            pieces = [depth.states[cut].detach().requires_grad_(learns) for depth, cut in zip(depths, cuts, strict=True)]
+            pieces = [depth.states[cut] for depth, cut in zip(depths, cuts, strict=True)]
+            if self.recomputes and learns:
+                value, found = checkpoint(self.piece, head, depths, weights, cuts, pieces, use_reentrant=False)
+                total = total + value
+                sums.add(found)
+                continue
+            pieces = [piece.detach().requires_grad_(learns) for piece in pieces]
             value, found = self.piece(head, depths, weights, cuts, pieces)
             total = total + value.detach()
             sums.add(found)
@@ -57,7 +67,7 @@ class Judge:
                     if grad is not None:
                         slopes[i] = grad.clone() if known is None else known.add_(grad)
                 del grads, grad  # an lm_head's are as large as itself: none may wait for the next piece's
-        if learns:
+        if learns and not self.recomputes:
             total = Known.apply(total, [*into, *slopes], *(depth.states for depth in depths), *trained)
         for depth, weight in zip(depths, weights, strict=True):
             if depth.extra is not None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
-from workplace import ON_CPU, build, command, curve, losses, recipe_in, same_weights, torchrun
+from workplace import build, command, curve, losses, on_cpu, recipe_in, same_weights, torchrun
 
 from draftsmith.data.extract import extract
 from draftsmith.data.features import FeatureBatch, OnlineFeatures
@@ -114,7 +114,7 @@ def test_a_row_at_which_the_target_overflows_is_left_out_and_named(workplace, ov
 
 def start_fault(name: str, recipe: Path) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, str(FAULTS), name, str(recipe)], env=ON_CPU, capture_output=True, text=True, timeout=300
+        [sys.executable, str(FAULTS), name, str(recipe)], env=on_cpu(), capture_output=True, text=True, timeout=300
     )
 
 
@@ -157,7 +157,7 @@ def test_the_others_end_when_a_process_dies(workplace):
     """Two processes, one of them killed: the other does not wait for it, and says why."""
     changes = ["train.max_steps=100000", "train.eval_every=100000"]
     launched = subprocess.Popen(
-        command(workplace, torchrun(2), "bereaved", *changes), env=ON_CPU, text=True, stderr=subprocess.PIPE
+        command(workplace, torchrun(2), "bereaved", *changes), env=on_cpu(), text=True, stderr=subprocess.PIPE
     )
     metrics = workplace / "bereaved" / "metrics.jsonl"
     while not metrics.is_file() or len(metrics.read_text().splitlines()) < 4:

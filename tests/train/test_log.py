@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from workplace import ON_CPU, PLAIN, SIX_STEPS, build, curve, launch, recipe_in, several
+from workplace import PLAIN, SIX_STEPS, build, curve, launch, on_cpu, recipe_in, several
 
 from draftsmith.data.tally import Tally
 from draftsmith.target import Target
@@ -68,7 +68,7 @@ def test_a_cluster_log_shows_life_and_is_not_flooded(
 def test_on_a_terminal_the_bar_says_it(place: Path) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "draftsmith.train", str(place / "recipe.yaml"), f"--set=output={place}/on-a-terminal"]
-    wide = {**ON_CPU, "TERM": "xterm", "COLUMNS": "200"}
+    wide = {**on_cpu(), "TERM": "xterm", "COLUMNS": "200"}
     process = subprocess.Popen(command, stderr=theirs, stdout=subprocess.DEVNULL, env=wide)
     os.close(theirs)
     said = b""

@@ -11,7 +11,6 @@ from workplace import PLAIN, SIX_STEPS, build, curve, finished, launch, recipe_i
 from draftsmith.data.batches import epoch_plan, share
 from draftsmith.errors import UserError
 from draftsmith.target import Target
-from draftsmith.train.prepare import start as started
 
 TESTS = Path(__file__).parents[1]
 
@@ -96,12 +95,6 @@ def test_training_on_such_a_target_gives_the_curve_of_one_process(place, paralle
         for ours, theirs in zip(uncut(place / "verified", part), uncut(place / f"target-{parallel}", part), strict=True):
             assert ours.get("tokens") == theirs.get("tokens") and ours.get("tau") == theirs.get("tau")
             assert theirs == pytest.approx(ours, rel=1e-4)
-
-
-def test_deepspeed_is_refused_with_what_does_the_same(place, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    with pytest.raises(UserError, match="fsdp-zero2.yaml"):
-        started(recipe_in(place, "refused"))
 
 
 @pytest.mark.parametrize(

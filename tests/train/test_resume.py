@@ -16,7 +16,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from killing import draftsmith, kill_until_done, kill_when
 from safetensors.torch import load_file
-from workplace import ON_CPU, PLAIN, build, command, curve, finished, launch, losses, recipe_in, same_weights, torchrun
+from workplace import PLAIN, build, command, curve, finished, launch, losses, on_cpu, recipe_in, same_weights, torchrun
 
 from draftsmith.errors import UserError
 from draftsmith.outputs import put_in_place, restore
@@ -101,7 +101,7 @@ def test_a_stopped_run_ends_with_the_same_bits(workplace, undisturbed, name):
     full = [*command(workplace, PLAIN, run.name, "train.checkpoint_every=100"), "--resume"]
     while statuses[-1] == 75:
         before = logged(run)
-        process = subprocess.Popen(full, env=ON_CPU, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        process = subprocess.Popen(full, env=on_cpu(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         while process.poll() is None and logged(run) < before + 4:
             time.sleep(0.005)
         process.send_signal(name)
@@ -117,7 +117,7 @@ def test_a_stopped_run_ends_with_the_same_bits(workplace, undisturbed, name):
 
 def test_a_second_signal_stops_at_once(workplace):
     full = command(workplace, PLAIN, "twice", "train.max_steps=100000")
-    process = subprocess.Popen(full, env=ON_CPU, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(full, env=on_cpu(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     while logged(workplace / "twice") < 3:
         time.sleep(0.005)
     process.send_signal(signal.SIGSTOP)  # so that both come within one step
@@ -306,7 +306,7 @@ def test_two_processes_killed_and_resumed_end_with_the_same_bits(workplace):
     full = [*command(workplace, torchrun(2), "pair", *EVERY_STEP), "--resume"]
     run, statuses = workplace / "pair", []
     for after in (2, 6, 100):
-        process = subprocess.Popen(full, env=ON_CPU, start_new_session=True, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(full, env=on_cpu(), start_new_session=True, stderr=subprocess.PIPE, text=True)
         while process.poll() is None and logged(run) < after:
             time.sleep(0.005)
         if process.poll() is None:
