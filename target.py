@@ -68,6 +68,7 @@ class Target:
         self.max_positions: int = getattr(self.config, "max_position_embeddings", None) or 2**31
         self.embed: nn.Module = model.get_input_embeddings()
         self.output_head: Any = model.get_output_embeddings()
+        self._few: tuple[Tensor, nn.Linear] | None = None  # the tokens that ``logits`` was last asked for, and their rows
         self.device: torch.device = next(self.embed.parameters()).device
         self.dtype: torch.dtype = model.dtype
         self.layers = self._find_layers()
@@ -219,11 +220,22 @@ class Target:
         alone = self.features(second, ()).last
         return bool((together[:, 4:] - alone).norm() < 0.1 * alone.norm())
 
-    def logits(self, last: Tensor) -> Tensor:
+    def logits(self, last: Tensor, ids: Tensor | None = None) -> Tensor:
         """Logits [..., V] of last hidden states [..., hidden], by the model's own code: scales and soft caps included.
-        Gradients flow to ``last``.
+        Gradients flow to ``last``. ``ids`` [n]: of these tokens alone [..., n], the output head's other rows not being read.
         """
-        return read_out(self.model, last.to(self.dtype), self.device)
+        last = last.to(self.dtype)
+        if ids is None or len(ids) == self.vocab_size:
+            return read_out(self.model, last, self.device)
+        if type(self.output_head) is not nn.Linear:  # quantized, or adapted
+            return read_out(self.model, last, self.device)[..., ids]
+        if self._few is None or self._few[0] is not ids:
+            self._few = ids, few_rows(self.output_head, ids)
+        self.model.set_output_embeddings(self._few[1])
+        try:
+            return read_out(self.model, last, self.device)
+        finally:
+            self.model.set_output_embeddings(self.output_head)
 
     def new_cache(self) -> DynamicCache:
         """A cache whose layers all keep every row, so that rejected rows can be dropped (sliding windows included).
@@ -347,6 +359,16 @@ def read_out(model: Any, last: Tensor, device: torch.device) -> Tensor:
         else:
             decoder.forward = original
     return logits.reshape(*last.shape[:-1], logits.shape[-1])
+
+
+def few_rows(head: nn.Linear, ids: Tensor) -> nn.Linear:
+    """An output head of the tokens ``ids`` [n] alone."""
+    with torch.device("meta"):
+        few = nn.Linear(head.in_features, len(ids), bias=head.bias is not None)
+    few.weight = nn.Parameter(head.weight[ids], requires_grad=False)
+    if head.bias is not None:
+        few.bias = nn.Parameter(head.bias[ids], requires_grad=False)
+    return few
 
 
 def attention_mask(config: Any, seen: Tensor, positions: Tensor, key_positions: Tensor, dtype: torch.dtype) -> Any:

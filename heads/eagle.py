@@ -6,6 +6,7 @@ layer reads its own predictions; trained so, it is HASS (2408.15766).
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -104,9 +105,7 @@ class EagleHead(RecurrentHead):
         return hidden.detach() if self.options.detach else hidden
 
     def readout(self, target: Target) -> Callable[[Tensor], Tensor]:
-        if len(self.target_ids) == target.vocab_size:
-            return target.logits
-        return lambda states: target.logits(states)[..., self.target_ids]
+        return partial(target.logits, ids=self.target_ids)
 
     def extra(self, states: Tensor, wanted: Tensor) -> Tensor | None:
         """Smooth L1 between the predicted and the target's own feature, averaged over the hidden size."""

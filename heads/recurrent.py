@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from ..target import Features, Target
 from .base import Ask, Depth, DraftHead, Guess, Shape, counted, marked
-from .layers import LlamaRotaryEmbedding, causal, unrolled_attention
+from .layers import LlamaRotaryEmbedding, unrolled_attention
 
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # which layer, its q, k and v -> mixed [batch, heads, rows, dim]
 
@@ -30,7 +30,7 @@ def through(
     residual: Tensor,
     rotary: tuple[Tensor, Tensor],
     attention: Attention,
-    asked: Sequence[int] | None = None,
+    asked: Sequence[int] | Tensor | None = None,
 ) -> Tensor:
     """The output [batch, rows, hidden] of layers one on the other, before any final norm.
 
@@ -66,6 +66,73 @@ class Unrolled:
         self.keys[layer].append(k)
         self.values[layer].append(v)
         return unrolled_attention(q, self.keys[layer], self.values[layer], self.seen)
+
+
+@dataclass
+class Lines:
+    """Rows that stand one behind the other, and where each belongs in [lines, most], counted flat: ``place`` [rows]."""
+
+    place: Tensor
+    lines: int
+    most: int
+
+    @classmethod
+    def of(cls, flat: Tensor, lines: int, time: int) -> Self:
+        """Of the rows ``flat`` [rows] of a batch [lines, time], rising; there is at least one."""
+        line = flat // time
+        sizes = torch.bincount(line, minlength=lines)
+        most = int(sizes.max())
+        within = torch.arange(len(flat), device=flat.device) - (sizes.cumsum(0) - sizes)[line]
+        return cls(line * most + within, lines, most)
+
+    def spread(self, x: Tensor) -> Tensor:
+        """[1, heads, rows, dim] -> [lines, heads, most, dim], zeros where there is no row."""
+        rows = x[0].transpose(0, 1)
+        spread = rows.new_zeros(self.lines * self.most, *rows.shape[1:]).index_copy(0, self.place, rows)
+        return spread.unflatten(0, (self.lines, self.most)).transpose(1, 2)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The inverse."""
+        return x.transpose(1, 2).flatten(0, 1)[self.place].transpose(0, 1)[None]
+
+
+class Ragged(Unrolled):
+    """The attention of training-time test over the rows that matter, one behind the other, without padding.
+
+    Step 0 enters the ``known`` rows: the ``asked`` ones, those that some depth teaches, and those that they see. Every other
+    row would only be its own draft. So step 0's last layer, and all later steps, are taken by the asked rows alone. Both are
+    given flat, rising: places in ``positions`` [lines, time].
+    """
+
+    def __init__(self, layers: int, positions: Tensor, known: Tensor, asked: Tensor) -> None:
+        lines, time = positions.shape
+        self.known, self.drafting = (Lines.of(rows, lines, time) for rows in (known, asked))
+        super().__init__(layers, self.columns(positions, asked, self.drafting))
+        self.all_seen = self.columns(positions, known, self.known) if layers > 1 else self.seen
+        self.asked = torch.searchsorted(known, asked)  # which of the known ones they are
+
+    def columns(self, positions: Tensor, flat: Tensor, place: Lines) -> Tensor:
+        """Which of step 0's keys the rows ``flat`` see, bool [lines, 1, most, most known]. No row sees none.
+
+        Known rows are the first ones of their line: the column of a key is its place in the line.
+        """
+        column = torch.arange(self.known.most, device=flat.device)
+        row, own = flat % positions.shape[1], positions.flatten()[flat]
+        seen = (column >= (row - own)[:, None]) & (column <= row[:, None])
+        spread = seen.new_ones(place.lines * place.most, len(column)).index_copy(0, place.place, seen)
+        return spread.view(place.lines, 1, place.most, len(column))
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        enters = not self.keys[layer]
+        rows = self.known if enters else self.drafting
+        self.keys[layer].append(rows.spread(k))
+        self.values[layer].append(rows.spread(v))
+        asks, seen = self.drafting, self.seen
+        if enters and layer < len(self.keys) - 1:
+            asks, seen = self.known, self.all_seen
+        elif enters:
+            q = q[:, :, self.asked]
+        return asks.gather(unrolled_attention(asks.spread(q), self.keys[layer], self.values[layer], seen))
 
 
 @dataclass
@@ -188,26 +255,31 @@ class RecurrentHead(DraftHead):
         self, ids: Tensor, rows: list[Tensor], features: Features, target: Target, positions: Tensor | None = None
     ) -> list[Depth]:
         """Training-time test: step i reads the head's own output of step i-1 and the embedding of x_{t+1+i}."""
-        positions = counted(ids, positions)
-        attention, readout = Unrolled(len(self.stack), causal(positions)), self.readout(target)
-        hidden, after, last = self.feature(features), ids, features.last.flatten(0, 1)
+        positions, readout = counted(ids, positions), self.readout(target)
+        taught = torch.stack(rows).any(0)
+        taught[0, 0] = True  # a batch that teaches nothing has its part in every parameter's gradient, too
+        known, asked = marked(taught.flip(1).cumsum(1).flip(1) > 0), marked(taught)
+        attention = Ragged(len(self.stack), positions, known, asked)
+        last, place, after = features.last.flatten(0, 1), positions.flatten(), ids
+        hidden = self.feature(Features(features.taps.flatten(0, 1)[known], last[known]))[None]
         depths = []
         for step, own in enumerate(rows):
             after = F.pad(after[:, 1:], (0, 1))  # x_{t+1+step} at index t
-            embeds = target.embed(after).to(hidden.dtype)
-            hidden, read, attention = self.stretch(self.unrolled, embeds, hidden, positions + step, attention)
+            here = asked if step else known
+            embeds = target.embed(after.flatten()[here][None]).to(hidden.dtype)
+            hidden, read, attention = self.stretch(self.unrolled, embeds, hidden, place[here][None] + step, attention)
             hidden = self.fed_back(hidden)
             flat = marked(own)
-            states = read.flatten(0, 1)[flat]
+            states = read[0, torch.searchsorted(asked, flat)]
             extra = self.extra(states, last[flat + 1 + step].detach())
             depths.append(Depth(flat, states, readout, ahead=1 + step, extra=extra))
         return depths
 
-    def unrolled(self, embeds: Tensor, hidden: Tensor, positions: Tensor, earlier: Unrolled) -> tuple[Tensor, Tensor, Unrolled]:
-        """One step of all rows [batch, rows, hidden]: what ``leave`` makes of it, and the attention that remembers it."""
+    def unrolled(self, embeds: Tensor, hidden: Tensor, positions: Tensor, earlier: Ragged) -> tuple[Tensor, Tensor, Ragged]:
+        """One step of rows [1, rows, hidden]: what ``leave`` makes of those asked for, and the attention that remembers it."""
         attention = earlier.fork()
         entered, residual = self.enter(embeds, hidden)
-        out = through(self.stack, entered, residual, self.rotary(entered, positions), attention)
+        out = through(self.stack, entered, residual, self.rotary(entered, positions), attention, earlier.asked)
         return *self.leave(out), attention
 
     # -- drafting ----------------------------------------------------------------------------------------------

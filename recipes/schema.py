@@ -126,6 +126,10 @@ class ObjectiveSection(Section):
     )
     eta: float | None = Field(default=None, gt=0, description="of lk: the larger, the earlier tv takes over from kl; null: 3")
     top_k: int | None = Field(default=None, ge=1, description="of kl_top: how many of the target's tokens count; null: 10")
+    teacher: Literal["full", "draft"] = Field(
+        default="full",
+        description="the target's distribution over its vocabulary, or, cheaper, as if the draft vocabulary were all of it",
+    )
 
     @field_validator("loss", mode="before")
     @classmethod

@@ -28,6 +28,7 @@ CHOICES = {
     "everything from random": ["head.options.init_layer=random", "head.options.init_lm_head=random"],
     "layer from random, lm_head from the target": ["head.options.init_layer=random"],
     "loss: kl": ["objective.loss=kl"],
+    "teacher: full": ["objective.teacher=full"],
     "lr 1e-3": ["train.lr=1.0e-3"],
     "taps 2, 15, 27 (EAGLE-3's rule)": ["head.taps=[2,15,27]"],
     "Medusa-1, four heads": ["head.kind=medusa", "head.depths=4", "head.options={}", "head.taps=null"],

@@ -221,7 +221,8 @@ class Objective:
 
     ``loss``: a name in LOSSES, or several with their weights. ``depth_decay``: the weight of depth i is decay ** i, or
     exp(-i / gamma) of ``{"gamma": …}`` (DFlash, DSpark), or (1 + i) ** -power of ``{"power": …}``. ``weights``: a name in
-    WEIGHTS. ``temperature``: by it the target's logits and the head's are divided, as serving divides both.
+    WEIGHTS. ``temperature``: by it the target's logits and the head's are divided, as serving divides both. ``teacher``:
+    "full", or "draft", p renormalised over the draft vocabulary.
     """
 
     loss: str | dict[str, float] = "lk"
@@ -230,6 +231,7 @@ class Objective:
     temperature: float = 1.0
     eta: float | None = None
     top_k: int | None = None
+    teacher: str = "full"
 
     def shares(self, depths: int) -> Tensor:
         """The weight of every depth's mean loss [depths], summing to 1."""

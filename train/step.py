@@ -102,7 +102,8 @@ class Judge:
         rows = [depth.rows[cut] for depth, cut in zip(depths, cuts, strict=True)]
         places, place = torch.cat(rows).unique(return_inverse=True)
         ahead = torch.cat([own + depth.ahead for own, depth in zip(rows, depths, strict=True)])
-        teacher = Teacher(self.batch, self.target, head.target_ids, ahead, self.objective.temperature)
+        exact = self.objective.teacher == "full" or any(map(whole, depths)) or not torch.is_grad_enabled()
+        teacher = Teacher(self.batch, self.target, head.target_ids, ahead, self.objective.temperature, exact)
         looks = [
             self.look(head, depth, own, logits, teacher, where)
             for depth, own, logits, where in zip(
@@ -192,15 +193,20 @@ def draft_ids(tokens: Tensor, target_ids: Tensor) -> Tensor:
 
 
 class Teacher:
-    """The target's distributions at some flat positions (batch x time): float32 [positions, vocab]."""
+    """The target's distributions at some flat positions (batch x time): float32 [positions, vocab].
+
+    Not ``exact``: as if the draft vocabulary were all there is, for which the target's other rows are not computed.
+    """
 
     @torch.no_grad()
-    def __init__(self, batch: FeatureBatch, target: Target, target_ids: Tensor, positions: Tensor, temperature: float) -> None:
+    def __init__(
+        self, batch: FeatureBatch, target: Target, target_ids: Tensor, positions: Tensor, temperature: float, exact: bool = True
+    ) -> None:
         self.positions = positions.unique()
-        logits = target.logits(batch.features.last.flatten(0, 1)[self.positions])
+        logits = target.logits(batch.features.last.flatten(0, 1)[self.positions], None if exact else target_ids)
         self.p = warmed(logits, temperature).softmax(-1)
-        self.drafted = self.p[:, target_ids] if len(target_ids) < target.vocab_size else self.p
-        self.best = self.p.argmax(-1)
+        self.best = self.p.argmax(-1) if exact else target_ids[self.p.argmax(-1)]
+        self.drafted = self.p[:, target_ids] if self.p.shape[1] > len(target_ids) else self.p
 
     def at(self, positions: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
         """p over the whole or the draft vocabulary [rows, ids], not renormalised, and the greedy token's id [rows]."""

@@ -25,7 +25,10 @@ from .layout import (
 from .llama import draft_length_of, layer_of, layer_tensors, own_names, refuse_scaled_embedding, take_embedding
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-NAMES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+AUTOMODEL = (
+    "LlamaEagle3DraftModel"  # NeMo AutoModel's: one layer, all but the lm_head under ``model.``, the target's layer count
+)
+NAMES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", AUTOMODEL)
 USUAL_LENGTH = 5
 UNREAD = "eagle3_layers_to_capture"  # what TensorRT-LLM is told on its command line
 LLAMACPP_LACKS = (
@@ -177,6 +180,9 @@ def rebuild(
     ``taps`` as the engine finds them in the config (None: the default ones), ``norm`` the name under which it reads the norm
     before a further layer's attention, ``normed_residual`` what a silent config means by norm_before_residual.
     """
+    if config.get("architectures") == [AUTOMODEL]:
+        tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+        config = config | {"num_hidden_layers": 1}
     tensors = further_norms(own_names(tensors), norm)
     take_embedding(tensors, target)
     return backbone(Eagle3Head, config, tensors, target, taps, draft_length_of(config, USUAL_LENGTH), normed_residual)

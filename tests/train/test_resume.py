@@ -73,8 +73,10 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_bits(workplace, undisturb
 
 def logged(run: Path) -> int:
     """How many lines metrics.jsonl has."""
-    file = run / "metrics.jsonl"
-    return len(file.read_text().splitlines()) if file.is_file() else 0
+    try:
+        return len((run / "metrics.jsonl").read_text().splitlines())
+    except FileNotFoundError:  # not there yet, or just taken away by a start that begins anew
+        return 0
 
 
 def waited(seconds: float) -> bool:
