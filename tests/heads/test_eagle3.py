@@ -303,6 +303,22 @@ def test_published_heads_are_read_and_written_again_byte_for_byte(
         )
 
 
+def test_automodels_head_is_the_same_head_under_its_own_names(tmp_path: Path) -> None:
+    """All but lm_head and maps under ``model.``, the layer as layers.0, and a config that counts the target's layers."""
+    target = llama()
+    plain: Any = import_head(published(tmp_path / "plain", target, SPECFORGES, SINGLE), target)
+
+    def renamed(tensors: dict[str, Tensor], _: Target) -> None:
+        for name in [name for name in tensors if name.split(".")[0] in ("midlayer", "fc", "norm")]:
+            tensors["model." + name.replace("midlayer", "layers.0")] = tensors.pop(name)
+
+    config = SPECFORGES | {"architectures": ["LlamaEagle3DraftModel"], "num_hidden_layers": 8}
+    head: Any = import_head(published(tmp_path / "named", target, config, SINGLE, renamed), target)
+    assert head.config == plain.config
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(head.state_dict()[name], tensor), name
+
+
 def test_a_published_head_may_leave_things_out(tmp_path: Path) -> None:
     """No t2d, no draft_vocab_size, head_dim or norm's epsilon, and maps and heads that a whole vocabulary does not need."""
     target = llama()
