@@ -8,7 +8,7 @@ SOURCES := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test parity regenerate-check engine-check advise-check deepspeed-check faults lint types wheel clean
+.PHONY: help demo test parity regenerate-check engine-check advise-check deepspeed-check bench faults lint types wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' Makefile
@@ -34,6 +34,9 @@ advise-check: .venv/ready .venv-vllm/ready ## probe a vLLM server as advise does
 
 deepspeed-check: .venv/ready build/deepspeed/ready ## train under DeepSpeed on two CPU processes
 	PYTHONPATH=$(CURDIR)/build/deepspeed $(BIN)/pytest tests/train/test_deepspeed.py
+
+bench: .venv/ready ## training and decoding beside the neighbours' and the machine's limits: runs/bench/report.json
+	$(BIN)/python scripts/bench.py
 
 faults: .venv/ready ## kill runs, damage their files and run every test of docs/faults.md: runs/faults/report.json
 	$(BIN)/python scripts/faults.py
