@@ -97,7 +97,7 @@ class Trainer(Protocol):
 
 
 def peak_memory(reset: bool = False) -> int:
-    """The largest resident set of this process since the last reset, in bytes (Linux, glibc). A reset gives back free memory."""
+    """The largest resident set of this process since the last reset, in bytes (Linux, glibc). A reset frees what it can."""
     if reset:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
