@@ -1,6 +1,6 @@
 """draftsmith's EAGLE-3 training beside its neighbours': the same sequences, hidden states, head shape, machine and minutes.
 
-    python scripts/bench_peers.py [--out runs/bench/peers] [--rounds 7] [--rows 640] [--depths 3] [--skip-quality]
+    python scripts/bench_peers.py [--out runs/bench/peers] [--rounds 7] [--rows 640] [--depths 3] [--only speed|quality]
 
 speculators 0.9, SpecForge 0.2 and NeMo AutoModel 0.7 are installed from the package index, each into an environment of its own
 that sees draftsmith's torch, and called: scripts/peers/ has a driver for each, which says what it had to replace on a CPU.
@@ -180,26 +180,30 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=640)
     parser.add_argument("--depths", type=int, default=3)
     parser.add_argument("--toolkits", nargs="+", default=NAMES, choices=NAMES)
-    parser.add_argument("--skip-quality", action="store_true")
+    parser.add_argument("--only", choices=("speed", "quality"), help="the other part is kept from the last report")
     options = parser.parse_args()
     data = options.out / "data"
     if not (data / "bench.json").is_file() or json.loads((data / "bench.json").read_text())["rows"] != options.rows:
         subprocess.run([sys.executable, str(PEERS / "make_data.py"), str(data), "--rows", str(options.rows)], check=True)
     names, plan = ["draftsmith", *(name for name in options.toolkits if name != "draftsmith")], batches(options.rows, seed=0)
-    report: dict[str, Any] = {
-        "command": "python scripts/bench_peers.py " + " ".join(sys.argv[1:]),
+    place = options.out / "report.json"
+    report: dict[str, Any] = json.loads(place.read_text()) if options.only else {}
+    report |= {
+        "command": f"python scripts/bench_peers.py --rounds {options.rounds} --rows {options.rows} --depths {options.depths}",
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
         "rows": options.rows,
+        "rounds": options.rounds,
         "depths": options.depths,
         "batch": BATCH,
-        "speed": speed(names, data, options, plan),
     }
-    write_whole(options.out / "report.json", json.dumps(report, indent=1) + "\n")
-    if not options.skip_quality:
+    if options.only != "quality":
+        report["speed"] = speed(names, data, options, plan)
+        write_whole(place, json.dumps(report, indent=1) + "\n")
+    if options.only != "speed":
         fastest = {name: int(found["fastest"]) for name, found in report["speed"].items()}
         report["quality"] = quality(names, data, options, plan, fastest)
-        write_whole(options.out / "report.json", json.dumps(report, indent=1) + "\n")
+        write_whole(place, json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

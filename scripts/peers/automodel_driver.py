@@ -6,9 +6,12 @@ the target's forward there, and its trainer module makes the distribution over t
 
 Replaced, for a CPU:
 - Its recipe (``train_eagle3``) sets up processes, data and target: what it does between batch and optimizer is called here.
-- Attention is ``eager``, its own default; the loss falls back to torch by itself where there is no Triton.
-- float32 in place of its compute dtype.
+- Rows are padded to the longest of their micro-batch, where its loader pads all to ``seq_length``; packing is off by default.
 - The taps are written into the config, where it leaves them to the engine's default.
+- ``save`` is the draft model's ``save_pretrained``; its checkpointer would also write the optimizer's and the run's state.
+
+Its own on a CPU, and kept: ``eager`` attention (the default), float32, and the loss in torch, as its kernel asks for CUDA. Its
+offline cache (``cached_target_path``, off by default) would take the distribution from disk, and no step the target's logits.
 """
 # pyright: reportMissingImports=false
 
@@ -54,7 +57,9 @@ class AutoModel:
             self.draft, selected_token_ids=ids, selected_token_mask=chosen, ttt_steps=settings.depths
         )
         self.lm_head, self.data = data.ends["lm_head"], data
-        # own: the recipe's betas, no weight decay, clip 1.0, 5 % warm-up, cosine to 10 %; the lr 2e-4 of its examples
+        # own: train_eagle3's defaults, which are betas, no weight decay, clip 1.0, 5 % warm-up and cosine to 10 %; it has none
+        # for the lr: 2e-4 is that of examples/speculative/eagle3/llama_eagle3_perfectblend.yaml. Weights are normal, 0.02, by
+        # transformers' post_init.
         own = settings.own
         self.clip = 1.0 if own else settings.clip
         self.optimizer = torch.optim.AdamW(
