@@ -143,7 +143,7 @@ def page(report: dict[str, Any]) -> str:
         "EAGLE-3 for SmolLM2-135M, one layer, taps of three layers, draft vocabulary 4096, "
         f"{report['depths']} steps of training-time test, float32 on a CPU, batches of 8 conversations.",
         "",
-        f"Speed and peak memory: the same optimizer settings, {report['peer_rounds']} interleaved rounds on the same rows, every",
+        f"Speed and peak memory: the same optimizer settings, {report['peer_rounds']} rounds in turns on the same rows, every",
         "toolkit with its fastest split into micro-batches; medians, ranges in brackets. Acceptance: every toolkit's",
         f"own defaults, {ours['tokens']:,} tokens in one order, its checkpoint decoded by one verifier (greedy chain).",
         "",

@@ -97,8 +97,8 @@ class Trainer(Protocol):
 
 
 def peak_memory(reset: bool = False) -> int:
-    """The largest resident set of this process since the last reset, in bytes (Linux, glibc), without the pages of files that it
-    maps: those of the rows that it has read. A reset frees what it can.
+    """The largest resident set of this process since the last reset, in bytes (Linux, glibc), without the pages of files that
+    it maps: those of the rows that it has read. A reset frees what it can.
     """
     if reset:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
