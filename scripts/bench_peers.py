@@ -48,7 +48,7 @@ PEERS = ROOT / "scripts" / "peers"
 NAMES = ("draftsmith", "speculators", "specforge", "automodel")
 WATCHED = (0.1, 0.2, 0.35, 0.5, 1)  # shares of the rows after which draftsmith's own head is measured
 BATCH, SPLITS, WARM = 8, (8, 4, 1), 3
-PROMPTS, NEW_TOKENS, CHOSE = 24, 64, 4  # the first held-out prompts chose the recipe
+PROMPTS, NEW_TOKENS, CHOSE = 12, 48, 4  # the first held-out prompts chose the recipe
 
 
 class Toolkit:
@@ -151,9 +151,7 @@ def quality(names: list[str], data: Path, options: argparse.Namespace, plan: lis
     result: dict[str, Any] = {}
     for name in names:
         toolkit = Toolkit(name, data, {"depths": options.depths, "steps": len(plan), "own": True})
-        marks = sorted(
-            {max(1, round(len(plan) * share)) for share in ((0.1, 0.2, 0.35, 0.5, 1) if name == "draftsmith" else (1,))}
-        )
+        marks = {round(len(plan) * share) for share in (WATCHED if name == "draftsmith" else (1,))}
         tokens, points = 0, []
         for step, rows in enumerate(plan, start=1):
             tokens += toolkit.ask(do="step", rows=cut(rows, fastest[name]))["tokens"]
