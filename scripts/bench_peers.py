@@ -66,9 +66,7 @@ class Toolkit:
         self.process.stdin.write(json.dumps(what) + "\n")
         self.process.stdin.flush()
         if not (answer := self.process.stdout.readline()):
-            raise SystemExit(
-                f"a driver ended in the middle: see the last lines of its log beside the data ({self.process.args})"
-            )
+            raise SystemExit(f"a driver ended in the middle; its log has the reason: {self.log}")
         return json.loads(answer)
 
     def end(self) -> None:

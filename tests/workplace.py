@@ -18,7 +18,7 @@ WORDS = "the cat sat on an old mat while ten men read their tea leaves and then 
 CONFIGS = Path(__file__).parents[1] / "recipes" / "accelerate"
 PLAIN = [sys.executable]
 # of 21 rows; evaluated at 0, 3 and 6; four micro-batches each, but for the third and the last
-SIX_STEPS = ("train.batch_size=8", "train.micro_batch_size=2", "train.eval_every=3")
+SIX_STEPS = ("objective.loss=lk", "train.batch_size=8", "train.micro_batch_size=2", "train.eval_every=3")
 
 
 def build(folder: Path, target: Target, *changes: str, rows: int = 20) -> Path:
@@ -84,7 +84,10 @@ def finished(full: list[str], environment: dict[str, str] | None = None) -> str:
 
 def launch(place: Path, launcher: list[str], out: str, *changes: str) -> str:
     """Run the recipe through a launcher; returns what was said."""
-    return finished(command(place, launcher, out, *changes))
+    said = finished(command(place, launcher, out, *changes))
+    asked = [int(launcher[i + 1]) for i, word in enumerate(launcher) if word in ("--num_processes", "--nproc_per_node")]
+    assert json.loads((place / out / "run.json").read_text())["processes"] == (asked or [1])[0]
+    return said
 
 
 def curve(run: Path, part: str = "train") -> list[dict[str, Any]]:
@@ -103,3 +106,8 @@ def same_weights(*heads: Path) -> bool:
     return all(
         first.keys() == other.keys() and all(torch.equal(first[name], other[name]) for name in first) for other in others
     )
+
+
+def uncut(run: Path, part: str) -> list[dict[str, Any]]:
+    """The curve without what follows from how batches are cut."""
+    return [{key: value for key, value in row.items() if key != "padding"} for row in curve(run, part)]

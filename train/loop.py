@@ -50,7 +50,7 @@ def train(
     accelerator = start(recipe)
     if recipe.train.on_policy and not whole_head(accelerator):
         raise UserError(
-            "train.on_policy drafts with the whole head, which FSDP and ZeRO-3 cut up: launch with DDP, or set it 0."
+            "train.on_policy drafts with the whole head, which FSDP and ZeRO-3 cut up: launch with DDP, or set it to 0."
         )
     out = Path(recipe.output)
     with Stopping() as stopping:

@@ -25,9 +25,8 @@ from .layout import (
 from .llama import draft_length_of, layer_of, layer_tensors, own_names, refuse_scaled_embedding, take_embedding
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-AUTOMODEL = (
-    "LlamaEagle3DraftModel"  # NeMo AutoModel's: one layer, all but the lm_head under ``model.``, the target's layer count
-)
+# NeMo AutoModel's name: one layer, all but the lm_head under ``model.``, and the config counts the target's layers
+AUTOMODEL = "LlamaEagle3DraftModel"
 NAMES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", AUTOMODEL)
 USUAL_LENGTH = 5
 UNREAD = "eagle3_layers_to_capture"  # what TensorRT-LLM is told on its command line

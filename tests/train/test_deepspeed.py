@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from workplace import PLAIN, SIX_STEPS, build, command, curve, finished, launch, on_cpu, recipe_in, same_weights, several
+from workplace import PLAIN, SIX_STEPS, build, command, curve, finished, launch, on_cpu, recipe_in, same_weights, several, uncut
 
 from draftsmith.errors import UserError
 from draftsmith.train.deepspeed import check_deepspeed
@@ -34,11 +34,6 @@ def train_by(stage: str, place: Path, out: str, *changes: str, resume: bool = Fa
     launcher = [*several(2, stage), str(TESTS / "deepspeed_on_cpus.py")]
     full = [*command(place, launcher, out, *EVERY_STEP, *changes), *(["--resume"] if resume else [])]
     return finished(full, on_cpu() | {"ACCELERATE_USE_CPU": "false", "DS_ACCELERATOR": "cpu", "SPOILT": str(spoilt)})
-
-
-def uncut(run: Path, part: str) -> list[dict]:
-    """The curve without what follows from how batches are cut."""
-    return [{key: value for key, value in row.items() if key != "padding"} for row in curve(run, part)]
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from workplace import build, curve, recipe_in
+from workplace import SIX_STEPS, build, curve, recipe_in
 
 from draftsmith.train.loop import train
 from draftsmith.train.prepare import prepare, start
@@ -15,7 +15,7 @@ BF16 = ["train.precision=bf16", "train.batch_size=4"]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, tiny_target) -> Path:
-    return build(tmp_path_factory.mktemp("precision"), tiny_target)
+    return build(tmp_path_factory.mktemp("precision"), tiny_target, *SIX_STEPS, rows=21)
 
 
 def floats(tensors) -> set[torch.dtype]:

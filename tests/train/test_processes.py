@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from workplace import PLAIN, SIX_STEPS, build, curve, finished, launch, recipe_in, several
+from workplace import PLAIN, SIX_STEPS, build, curve, finished, launch, recipe_in, several, uncut
 
 from draftsmith.data.batches import epoch_plan, share
 from draftsmith.errors import UserError
@@ -20,11 +20,6 @@ def place(tmp_path_factory, tiny_target, lively_target) -> Path:
     """21 rows in batches of 8: the last batch of an epoch holds five, which four processes cannot share evenly."""
     own = Target(lively_target.model, tiny_target.tokenizer, "lively")
     return build(tmp_path_factory.mktemp("processes"), own, *SIX_STEPS, rows=21)
-
-
-def uncut(run: Path, part: str) -> list[dict]:
-    """The curve without what follows from how batches are cut."""
-    return [{key: value for key, value in row.items() if key != "padding"} for row in curve(run, part)]
 
 
 @given(
